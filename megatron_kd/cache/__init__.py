@@ -1,1 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The offline teacher cache: top-K log-probabilities and tail mass for every token of a corpus. No torch needed."""
+
+from megatron_kd.cache.corpus import Corpus, DocumentUnits, UnitSource, cut_tiles, note_tokenizer
+from megatron_kd.cache.errors import (
+    CacheError,
+    CorpusError,
+    CorruptBlock,
+    CorruptFile,
+    EchoMismatch,
+    FutureVersion,
+    IdentityMismatch,
+    Incomplete,
+    MissingShard,
+    NotACache,
+    ServeError,
+    SpanError,
+    TileConflict,
+    Unsealed,
+)
+from megatron_kd.cache.manifest import Manifest, make_manifest, tokenizer_identity
+from megatron_kd.cache.reader import CacheReader, Rows, check_echo
+from megatron_kd.cache.writer import CacheWriter, TileBuffer
+
+__all__ = [
+    "CacheError",
+    "CacheReader",
+    "CacheWriter",
+    "Corpus",
+    "CorpusError",
+    "CorruptBlock",
+    "CorruptFile",
+    "DocumentUnits",
+    "EchoMismatch",
+    "FutureVersion",
+    "IdentityMismatch",
+    "Incomplete",
+    "Manifest",
+    "MissingShard",
+    "NotACache",
+    "Rows",
+    "ServeError",
+    "SpanError",
+    "TileBuffer",
+    "TileConflict",
+    "UnitSource",
+    "Unsealed",
+    "check_echo",
+    "cut_tiles",
+    "make_manifest",
+    "note_tokenizer",
+    "tokenizer_identity",
+]

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The corpus a cache belongs to, and the units its token axis is made of.
+
+In: Megatron's indexed dataset, `<prefix>.bin` and `<prefix>.idx`. Out: tokens by position, lengths, content digests.
+    Needs numpy
+alone; opening costs 12 bytes of memory a sequence, tokens are read when asked for.
+
+`.idx`: magic `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 sequences, u64 document marks, i32 lengths, i64 byte
+pointers, i64 document marks. `.bin`: the tokens, one sequence after the other. Megatron's GPTDataset calls each
+*sequence* a document, and so does this module.
+"""
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_kd.cache.errors import CorpusError
+from megatron_kd.cache.files import digest_bytes, digest_file, read_bounded, read_exact
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+class Corpus:
+    """A Megatron indexed dataset, read with numpy.
+
+    Args:
+        prefix: path without `.bin` or `.idx`.
+
+    Raises:
+        CorpusError: a file is missing or its parts do not fit together.
+    """
+
+    lengths: np.ndarray
+    """int32 [n]: tokens of each sequence."""
+    starts: np.ndarray
+    """int64 [n + 1]: position of each sequence on the token axis, and the end of the last."""
+    dtype: np.dtype
+    """Type of the stored tokens."""
+
+    def __init__(self, prefix: str | Path):
+        self.prefix = str(prefix)
+        self._idx, self._bin = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
+        for path in (self._idx, self._bin):
+            if not path.is_file():
+                raise CorpusError(
+                    f"{path} does not exist; give the prefix of an indexed dataset, without .bin or .idx"
+                )
+        self._read_index(self._idx.read_bytes())
+        size, expected = self._bin.stat().st_size, self.n_tokens * self.dtype.itemsize
+        if size != expected:
+            raise CorpusError(
+                f"{self._bin} has {size} bytes; its index describes {expected}: they do not belong together"
+            )
+        self._fd = os.open(self._bin, os.O_RDONLY)
+
+    def __del__(self):
+        if (fd := getattr(self, "_fd", None)) is not None:
+            os.close(fd)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def _read_index(self, data: bytes) -> None:
+        if len(data) < _HEADER.size or data[:9] != _MAGIC:
+            raise CorpusError(f"{self._idx} is not the index of a Megatron indexed dataset (wrong first bytes)")
+        _, version, code, sequences, marks = _HEADER.unpack_from(data)
+        if version != 1 or code not in _DTYPES:
+            raise CorpusError(
+                f"{self._idx} has version {version}, dtype code {code}; known are version 1, {list(_DTYPES)}"
+            )
+        expected = _HEADER.size + 12 * sequences + 8 * marks
+        if len(data) != expected:
+            raise CorpusError(
+                f"{self._idx} has {len(data)} bytes; {sequences} sequences and {marks} document marks make "
+                f"{expected}. "
+                "It is truncated, or a multimodal dataset, which has no teacher cache"
+            )
+        self.dtype = np.dtype(_DTYPES[code])
+        self.lengths = np.frombuffer(data, "<i4", sequences, _HEADER.size)
+        pointers = np.frombuffer(data, "<i8", sequences, _HEADER.size + 4 * sequences)
+        if sequences and self.lengths.min() < 0:
+            raise CorpusError(f"{self._idx} has a sequence of negative length")
+        self.starts = np.zeros(sequences + 1, np.int64)
+        np.cumsum(self.lengths, dtype=np.int64, out=self.starts[1:])
+        if not np.array_equal(pointers, self.starts[:-1] * self.dtype.itemsize):
+            raise CorpusError(
+                f"{self._idx}: byte pointers are not the running sum of the lengths; rebuild the dataset"
+            )
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the whole corpus."""
+        return int(self.starts[-1])
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        """Tokens [start, start + length) of the axis, in the stored dtype."""
+        if not 0 <= start <= start + length <= self.n_tokens:
+            raise CorpusError(f"tokens [{start}, {start + length}) asked of {self.prefix}, which has {self.n_tokens}")
+        out = np.empty(length, self.dtype)
+        if length:
+            read_exact(self._fd, memoryview(out), start * self.dtype.itemsize, str(self._bin))
+        return out
+
+    def index_digest(self) -> str:
+        """xxh3-128 of the `.idx` file."""
+        return digest_file(self._idx)
+
+    def data_digest(self) -> str:
+        """xxh3-128 of the `.bin` file (streamed: seconds per 10 GB)."""
+        return digest_file(self._bin)
+
+    def tokenizer(self) -> dict[str, Any] | None:
+        """What `note_tokenizer` stored beside the corpus, or None if nobody did."""
+        path = Path(f"{self.prefix}.tokenizer.json")
+        return json.loads(read_bounded(path)) if path.is_file() else None
+
+
+def note_tokenizer(prefix: str | Path, identity: dict[str, Any]) -> None:
+    """Store beside a corpus which tokenizer made it, so that a cache with another one can be refused.
+
+    Args:
+        prefix: the corpus.
+        identity: what `megatron_kd.cache.tokenizer_identity` returned.
+    """
+    Path(f"{prefix}.tokenizer.json").write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
+
+
+class UnitSource(Protocol):
+    """What a producer consumes: the token axis is these units in a row; the teacher sees one unit at a time."""
+
+    kind: str
+    """`document`, `sample` or `example`."""
+    lengths: np.ndarray
+    """int64 [n]: tokens of each unit."""
+
+    def tokens(self, unit: int) -> np.ndarray:
+        """Token ids of one unit, [lengths[unit]]."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What pins the content, JSON values only.
+
+        `corpus`; `units` where the lengths do not say it all (seed, order); `tokenizer` if it is known.
+        """
+        ...
+
+
+class DocumentUnits:
+    """Each sequence of a corpus is a unit.
+
+    Args:
+        corpus: the corpus.
+        limit: take only the first `limit` sequences (a trial cache).
+    """
+
+    kind = "document"
+
+    def __init__(self, corpus: Corpus, *, limit: int | None = None):
+        self.corpus = corpus
+        self.lengths = corpus.lengths[:limit].astype(np.int64)
+
+    def tokens(self, unit: int) -> np.ndarray:
+        """Token ids of one sequence."""
+        return self.corpus.tokens(int(self.corpus.starts[unit]), int(self.lengths[unit]))
+
+    def identity(self) -> dict[str, Any]:
+        """Content digests of the corpus, independent of its path."""
+        identity = {
+            "corpus": {
+                "index_digest": self.corpus.index_digest(),
+                "data_digest": self.corpus.data_digest(),
+                "n_tokens": self.corpus.n_tokens,
+                "n_units": len(self.corpus),
+            }
+        }
+        tokenizer = self.corpus.tokenizer()
+        return identity | {"tokenizer": tokenizer} if tokenizer else identity
+
+
+def cut_tiles(lengths: np.ndarray, tile_tokens: int) -> np.ndarray:
+    """Cut the axis at unit boundaries into tiles of about `tile_tokens` tokens; depends on the lengths alone.
+
+    A tile closes with the unit that reaches the next multiple of `tile_tokens`, so a unit is never split and the cut
+    can be computed without a walk over the units.
+
+    Returns:
+        int64 [n_tiles + 1, 2]: first row and first unit of each tile; the last line is the end of both axes.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    if total == 0:
+        raise CorpusError("the units hold no tokens: there is nothing to cache")
+    if tile_tokens < 1:
+        raise ValueError(f"tile_tokens must be at least 1, found {tile_tokens}")
+    marks = np.arange(tile_tokens, total, tile_tokens, dtype=np.int64)
+    last_units = np.unique(np.append(np.searchsorted(ends, marks), len(ends) - 1))
+    tiles = np.zeros((len(last_units) + 1, 2), np.int64)
+    tiles[1:, 0], tiles[1:, 1] = ends[last_units], last_units + 1
+    if len(tiles) > 2 and tiles[-1, 0] == tiles[-2, 0]:  # only empty units after the last mark
+        tiles = np.delete(tiles, -2, axis=0)
+    return tiles
+
+
+def unit_table_digest(lengths: np.ndarray) -> str:
+    """xxh3-128 of the unit lengths as little-endian int64."""
+    return digest_bytes(np.ascontiguousarray(lengths, "<i8").tobytes())

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""File primitives of the cache: atomic publication, exact reads, waiting for visibility, digests, JSON records.
+
+In: paths and bytes. Out: the same, or a `CacheError`. A file is published in four steps (write under `tmp/`, fsync,
+    hard link
+into place, fsync the folder), so a name that can be seen always has complete content, and a second publication of a
+name fails instead of replacing it. A JSON record has one canonical spelling and carries its own checksum: any changed
+byte shows.
+"""
+
+import json
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatron_kd.cache.errors import CorruptFile
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORD_BYTES = 1 << 20
+_CHUNK_BYTES = 8 << 20
+
+
+def node_name() -> str:
+    """Name of this machine, for messages and for the names of temporary files."""
+    return socket.gethostname()
+
+
+def digest_bytes(data: bytes | memoryview) -> str:
+    """xxh3-128 of `data`, 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_file(path: Path) -> str:
+    """xxh3-128 of a whole file, read in pieces of 8 MiB."""
+    state = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def read_exact(fd: int, buffer: memoryview, offset: int, name: str) -> None:
+    """Fill `buffer` from byte `offset` of `fd`; the kernel may answer in several parts (2 GiB at most each)."""
+    view = buffer.cast("B")
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if count == 0:
+            raise CorruptFile(
+                f"{name} ends at byte {offset + done}; {len(view) - done} more bytes were expected there"
+            )
+        done += count
+
+
+def wait_until_visible(path: Path, wait_s: float) -> bool:
+    """Wait at most `wait_s` seconds for `path`: another node's file can take a while to show here."""
+    deadline = time.monotonic() + wait_s
+    pause = 0.05
+    while not path.exists():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        if pause == 0.05:
+            logger.warning("%s is not visible on node %s yet; waiting up to %.0f s", path, node_name(), wait_s)
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, 2.0)
+    return True
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_temporary(folder: Path, name: str, parts: Iterable[bytes | memoryview]) -> tuple[Path, str, int]:
+    """Write `parts` to a fresh file in `folder` and fsync it.
+
+    Returns:
+        The path, the xxh3-128 digest of its content, and its size in bytes.
+    """
+    path = folder / f"{name}.{node_name()}.{os.getpid()}.{uuid.uuid4().hex}"
+    state, size = xxhash.xxh3_128(), 0
+    try:
+        with open(path, "xb", buffering=0) as stream:
+            for part in parts:
+                view = memoryview(part).cast("B")
+                state.update(view)
+                size += len(view)
+                while len(view):
+                    view = view[stream.write(view) :]
+            os.fsync(stream.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return path, state.hexdigest(), size
+
+
+def publish(temporary: Path, target: Path) -> bool:
+    """Give a finished temporary file its name. False if the name is taken: nothing is ever replaced."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        return False
+    fsync_folder(target.parent)
+    return True
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return (json.dumps(body, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+
+
+def encode_record(body: dict[str, Any]) -> bytes:
+    """JSON bytes of `body` with a `checksum` field over all the others, in the one canonical spelling."""
+    return _canonical(body | {"checksum": xxhash.xxh3_64_hexdigest(_canonical(body))})
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    body = dict(pairs)
+    if len(body) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return body
+
+
+def parse_json(data: bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object, without duplicate keys or NaN, or raise `CorruptFile` naming `name`."""
+    try:
+        body = json.loads(data.decode(), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFile(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise CorruptFile(f"{name} must hold a JSON object, found {type(body).__name__}")
+    return body
+
+
+def read_bounded(path: Path, limit: int = MAX_RECORD_BYTES) -> bytes:
+    """Content of a small file; a larger one is refused before it is read."""
+    size = path.stat().st_size
+    if size > limit:
+        raise CorruptFile(
+            f"{path} has {size} bytes, more than the {limit} such a file can have; it is damaged or foreign"
+        )
+    return path.read_bytes()
+
+
+def decode_record(data: bytes, name: str) -> dict[str, Any]:
+    """Inverse of `encode_record`, without the checksum; `CorruptFile` if any byte is not as it was written."""
+    body = parse_json(data, name)
+    found = body.pop("checksum", None)
+    try:
+        expected = encode_record(body)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFile(f"{name} holds a value that no writer writes: {error}") from error
+    if data != expected:
+        right = xxhash.xxh3_64_hexdigest(_canonical(body))
+        raise CorruptFile(
+            f"{name} was changed after it was written: it states checksum {found}, its content has {right}. "
+            "Restore it from a copy, or build the cache again"
+        )
+    return body
+
+
+def iter_file(fd: int, size: int, name: str) -> Iterator[memoryview]:
+    """The bytes of an open file in pieces of 8 MiB; the same buffer is used again for each."""
+    buffer = memoryview(bytearray(min(size, _CHUNK_BYTES)))
+    for start in range(0, size, _CHUNK_BYTES):
+        piece = buffer[: min(_CHUNK_BYTES, size - start)]
+        read_exact(fd, piece, start, name)
+        yield piece

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest: everything that must match between a cache, the corpus it annotates and the run that reads it.
+
+In: a unit source and descriptions of tokenizer and teacher. Out: a `Manifest` (a few kB of JSON) and the tile table.
+    Identity is by
+content, never by path or name, and nothing in it depends on who writes, when, or on how many ranks.
+"""
+
+import dataclasses
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_kd.cache.corpus import UnitSource, cut_tiles, unit_table_digest
+from megatron_kd.cache.errors import CorruptFile, FutureVersion, IdentityMismatch, NotACache
+from megatron_kd.cache.files import decode_record, digest_bytes, encode_record, parse_json
+from megatron_kd.cache.layout import FORMAT_VERSION, VALUE_DTYPES, RowFormat, id_hi_bits
+
+_FORMAT = "megatron-kd-cache"
+_JSON_TYPES = {dict: "an object", int: "an integer", str: "a string", list: "a list"}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Identity and format of a cache."""
+
+    corpus: dict[str, Any]
+    """`index_digest`, `data_digest`, `n_tokens`, `n_units` of the indexed dataset (free for other unit sources)."""
+    units: dict[str, Any]
+    """`kind`, `count`, `digest` of the lengths, and what else the source pins (seed, length, ...)."""
+    context: dict[str, Any]
+    """What the teacher saw before each token: `{"kind": "unit"}`, or `{"kind": "window", "window": W, "stride": S}`."""
+    tokenizer: dict[str, Any]
+    """See `tokenizer_identity`; empty if unknown."""
+    teacher: dict[str, Any]
+    """`repo`, `revision`, `weights`, `dtype`, `engine`, `version`."""
+    vocab_real: int
+    """Ids that can occur; the distribution is over these."""
+    vocab_padded: int
+    """Rows of the teacher's output projection."""
+    top_k: int
+    values: str
+    """`f16` or `f32`."""
+    id_hi_bits: int
+    temperatures: list[float]
+    """Temperatures besides 1 that the cache serves."""
+    codec: str
+    """`raw`."""
+    rows: int
+    """Length of the token axis."""
+    tiles: dict[str, Any]
+    """`count`, `tokens` (the target size) and `digest` of tiles.npy."""
+
+    @property
+    def row_format(self) -> RowFormat:
+        """The part of the manifest that decides the planes of a shard."""
+        return RowFormat(self.top_k, self.values, self.id_hi_bits, tuple(self.temperatures))
+
+    def to_json(self) -> bytes:
+        """Content of manifest.json."""
+        return encode_record({"format": _FORMAT, "version": FORMAT_VERSION, **dataclasses.asdict(self)})
+
+    def digest(self) -> str:
+        """xxh3-128 of manifest.json; shards, commits and the seal carry it."""
+        return digest_bytes(self.to_json())
+
+    @classmethod
+    def from_json(cls, data: bytes, name: str = "manifest.json") -> "Manifest":
+        """Read manifest.json strictly.
+
+        Raises:
+            NotACache, FutureVersion, CorruptFile.
+        """
+        header = parse_json(data, name)
+        if header.get("format") != _FORMAT:
+            raise NotACache(
+                f"{name} is not the manifest of a teacher cache: format is {header.get('format')!r}, not {_FORMAT!r}"
+            )
+        version = header.get("version")
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise FutureVersion(
+                f"{name} has format version {version}; this megatron_kd reads up to {FORMAT_VERSION}. Update "
+                "megatron_kd"
+            )
+        body = decode_record(data, name)
+        fields = {field.name: field.type for field in dataclasses.fields(cls)}
+        body = {key: value for key, value in body.items() if key not in ("format", "version")}
+        if version != FORMAT_VERSION or body.keys() != fields.keys():
+            wrong = sorted(body.keys() ^ fields.keys()) or f"version {version!r}"
+            raise CorruptFile(f"{name} is not a version {FORMAT_VERSION} manifest: missing or unknown: {wrong}")
+        manifest = cls(**body)
+        manifest._check(name)
+        return manifest
+
+    def _check(self, name: str) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            wanted = getattr(field.type, "__origin__", field.type)
+            if type(value) is not wanted:
+                raise CorruptFile(f"{name}: {field.name} must be {_JSON_TYPES[wanted]}, found {value!r}")
+        ranges = {
+            "vocab_real": (1, 2**31),
+            "vocab_padded": (self.vocab_real, 2**31),
+            "top_k": (1, self.vocab_real),
+            "rows": (1, 2**62),
+        }
+        for field, (low, high) in ranges.items():
+            if not low <= getattr(self, field) <= high:
+                raise CorruptFile(f"{name}: {field} must lie in [{low}, {high}], found {getattr(self, field)}")
+        if self.values not in VALUE_DTYPES or self.codec != "raw" or self.id_hi_bits != id_hi_bits(self.vocab_real):
+            raise CorruptFile(
+                f"{name}: values {self.values!r}, codec {self.codec!r}, id_hi_bits {self.id_hi_bits}; known are "
+                "values "
+                f"{sorted(VALUE_DTYPES)}, codec 'raw', and id_hi_bits {id_hi_bits(self.vocab_real)} for this "
+                "vocabulary"
+            )
+        if any(type(t) is not float or not 0 < t < 1e6 or t == 1 for t in self.temperatures):
+            raise CorruptFile(f"{name}: temperatures must be positive numbers other than 1, found {self.temperatures}")
+        count = self.tiles.get("count")
+        if type(count) is not int or not 1 <= count <= self.rows:
+            raise CorruptFile(f"{name}: tiles.count must lie in [1, rows = {self.rows}], found {count!r}")
+
+
+def make_manifest(
+    units: UnitSource,
+    *,
+    teacher: dict[str, Any],
+    tokenizer: dict[str, Any] | None,
+    vocab_real: int,
+    vocab_padded: int,
+    top_k: int,
+    values: str = "f16",
+    temperatures: tuple[float, ...] = (),
+    tile_tokens: int = 1 << 20,
+    context: dict[str, Any] | None = None,
+) -> tuple[Manifest, np.ndarray]:
+    """Describe the cache of `units` under a teacher.
+
+    Args:
+        units: source of the token axis; reads the whole corpus once for its digest.
+        teacher: `repo`, `revision`, `weights`, `dtype`, `engine`, `version`.
+        tokenizer: see `tokenizer_identity`; None if unknown.
+        vocab_real: ids that can occur.
+        vocab_padded: rows of the teacher's output projection.
+        top_k: entries a row; at most `vocab_real`.
+        values: `f16` or `f32`.
+        temperatures: temperatures besides 1 to serve.
+        tile_tokens: target size of a tile.
+        context: what the teacher sees; default the whole unit up to the token.
+
+    Returns:
+        The manifest and the tile table int64 [n_tiles + 1, 2] (see `cut_tiles`).
+    """
+    if not 1 <= top_k <= vocab_real:
+        raise ValueError(f"top_k must lie in [1, vocab_real = {vocab_real}], found {top_k}")
+    tiles = cut_tiles(units.lengths, tile_tokens)
+    identity = units.identity()
+    manifest = Manifest(
+        corpus=identity.get("corpus", {}),
+        units={
+            "kind": units.kind,
+            "count": len(units.lengths),
+            "digest": unit_table_digest(units.lengths),
+            **identity.get("units", {}),
+        },
+        context=context or {"kind": "unit"},
+        tokenizer=tokenizer or {},
+        teacher=teacher,
+        vocab_real=int(vocab_real),
+        vocab_padded=int(vocab_padded),
+        top_k=int(top_k),
+        values=values,
+        id_hi_bits=id_hi_bits(vocab_real),
+        temperatures=sorted({float(t) for t in temperatures} - {1.0}),
+        codec="raw",
+        rows=int(tiles[-1, 0]),
+        tiles={"count": len(tiles) - 1, "tokens": int(tile_tokens), "digest": digest_bytes(encode_tiles(tiles))},
+    )
+    manifest._check("the new manifest")
+    return manifest, tiles
+
+
+def encode_tiles(tiles: np.ndarray) -> bytes:
+    """Content of tiles.npy."""
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, np.ascontiguousarray(tiles, "<i8"), version=(1, 0), allow_pickle=False)
+    return stream.getvalue()
+
+
+def decode_tiles(data: bytes, manifest: Manifest, name: str) -> np.ndarray:
+    """Read tiles.npy; only the bytes the manifest's digest describes are accepted, so no header is ever parsed."""
+    found = digest_bytes(data)
+    if found != manifest.tiles["digest"]:
+        raise CorruptFile(
+            f"{name} has digest {found}, the manifest says {manifest.tiles['digest']}: restore it from a copy"
+        )
+    shape = (manifest.tiles["count"] + 1, 2)
+    start = len(data) - 16 * shape[0]
+    tiles = np.frombuffer(data, "<i8", offset=max(start, 0)) if start > 0 else np.empty(0, "<i8")
+    if tiles.size != 2 * shape[0] or data != encode_tiles(tiles := tiles.reshape(shape)):
+        raise CorruptFile(f"{name} is not the table of {shape[0] - 1} tiles that the manifest describes")
+    if tiles[0].any() or int(tiles[-1, 0]) != manifest.rows or (np.diff(tiles[:, 0]) <= 0).any():
+        raise CorruptFile(f"{name}: tiles must be ascending from 0 to the manifest's {manifest.rows} rows")
+    return tiles
+
+
+def differences(found: Any, wanted: Any, field: str = "") -> list[tuple[str, Any, Any]]:
+    """Fields of `wanted` that `found` has otherwise or not at all, as (dotted name, found, wanted)."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        result = []
+        for key, value in wanted.items():
+            result += differences(found.get(key), value, f"{field}.{key}" if field else key)
+        return result
+    return [] if found == wanted else [(field, found, wanted)]
+
+
+def expect(manifest: Manifest, path: Path, fields: dict[str, Any]) -> None:
+    """Raise `IdentityMismatch` unless the manifest has the given values; dicts are compared by the keys given.
+
+    Raises:
+        IdentityMismatch: names each field with both values.
+        ValueError: a field no manifest has.
+    """
+    known = dataclasses.asdict(manifest)
+    if unknown := sorted(fields.keys() - known.keys()):
+        raise ValueError(f"a manifest has no field {unknown}; it has {sorted(known)}")
+    wrong = differences(known, fields)
+    if wrong:
+        lines = [f"  {name}: the cache has {found!r}, expected {wanted!r}" for name, found, wanted in wrong]
+        raise IdentityMismatch(
+            f"the cache {path} does not belong to this use:\n"
+            + "\n".join(lines)
+            + "\nUse the cache that was built from the "
+            "same corpus, tokenizer and settings, or build one into another folder"
+        )
+
+
+def tokenizer_identity(tokenizer: Any) -> dict[str, Any]:
+    """Identity of a tokenizer by content, the same whether it came from tokenizer.json, GGUF or a slow implementation.
+
+    Args:
+        tokenizer: anything with `get_vocab()` and optionally `chat_template`, as Hugging Face's tokenizers.
+
+    Returns:
+        `digest` of all (token, id) pairs by id, added tokens included; `vocab_size`, the largest id plus one;
+        `chat_template`, the template's digest or None.
+    """
+    vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    template = getattr(tokenizer, "chat_template", None)
+    return {
+        "digest": digest_bytes(json.dumps(vocab).encode()),
+        "vocab_size": vocab[-1][1] + 1,
+        "chat_template": digest_bytes(json.dumps(template, sort_keys=True).encode()) if template else None,
+    }

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a sealed cache: any spans of the token axis, at the temperature and K of the loss.
+
+In: spans (start, length). Out: `Rows`, the teacher's distribution after each of those tokens, in the spans' order.
+    Memory is the
+result plus 8,192 rows of scratch, whatever the size of the cache; at most 64 files are open. Every byte that is used
+was compared with a checksum (`check_blocks="always"`).
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from megatron_kd.cache import layout
+from megatron_kd.cache.errors import (
+    CorruptFile,
+    EchoMismatch,
+    MissingShard,
+    NotACache,
+    ServeError,
+    SpanError,
+    Unsealed,
+)
+from megatron_kd.cache.files import decode_record, node_name, read_bounded, wait_until_visible
+from megatron_kd.cache.manifest import Manifest, decode_tiles, expect
+from megatron_kd.cache.shard import Shard
+from megatron_kd.cache.writer import read_commit
+
+logger = logging.getLogger(__name__)
+
+_READ_ROWS = 16 * layout.BLOCK_ROWS
+_OPEN_SHARDS = 64
+_SAMPLE_EVERY = 16
+
+
+class Rows(NamedTuple):
+    """Teacher rows; row i belongs to input token `tokens[i]` and describes the token after it."""
+
+    tokens: np.ndarray
+    """uint32 [n], the input tokens as the teacher saw them."""
+    ids: np.ndarray
+    """int32 [n, K], most likely first."""
+    logprobs: np.ndarray
+    """float32 [n, K], natural log, at the temperature asked for."""
+    log_tail: np.ndarray
+    """float32 [n], log of the mass outside the K; -inf if none."""
+
+
+class CacheReader:
+    """Random access to a sealed cache. Threads may share one reader.
+
+    Args:
+        path: the cache folder.
+        check_blocks: `always` compares every block read with its checksum; `sample` one read in 16.
+        wait_s: how long to wait for a file that is not visible on this node yet (each file).
+
+    Raises:
+        NotACache, FutureVersion, CorruptFile, Unsealed: the folder cannot be read.
+    """
+
+    def __init__(
+        self, path: str | Path, *, check_blocks: Literal["always", "sample"] = "always", wait_s: float = 10.0
+    ):
+        if check_blocks not in ("always", "sample"):
+            raise ValueError(f"check_blocks must be 'always' or 'sample', found {check_blocks!r}")
+        self.path, self.check_blocks, self.wait_s = Path(path), check_blocks, wait_s
+        self.manifest, self.tiles = load_cache(self.path, wait_s=wait_s)
+        self.n_rows = self.manifest.rows
+        self._digest = self.manifest.digest()
+        check_seal(self.path, self.manifest, wait_s=wait_s)
+        self._shards: OrderedDict[int, Shard] = OrderedDict()
+        self._lock = threading.Lock()
+        self._reads = 0
+
+    def expect(self, **fields: Any) -> None:
+        """Check identity: fields of `Manifest`, dicts by the keys given.
+
+        Example:
+            `reader.expect(corpus={"index_digest": corpus.index_digest()}, vocab_real=201088)`
+
+        Raises:
+            IdentityMismatch: names each field that differs and both values.
+        """
+        expect(self.manifest, self.path, fields)
+
+    def check_serves(self, *, top_k: int | None = None, temperature: float = 1.0) -> None:
+        """Raise `ServeError` if rows with this K at this temperature cannot be had from the cache."""
+        if top_k is not None and not 1 <= top_k <= self.manifest.top_k:
+            raise ServeError(
+                f"top_k={top_k} was asked of {self.path}, which stores {self.manifest.top_k} entries a row; use at "
+                "most that "
+                "many, or build the cache with a larger --top-k"
+            )
+        if temperature != 1.0 and temperature not in self.manifest.temperatures:
+            served = [1.0, *self.manifest.temperatures]
+            raise ServeError(
+                f"temperature {temperature} was asked of {self.path}, which serves {served}; use one of these, or "
+                "build the "
+                f"cache with --temperature {temperature}"
+            )
+
+    def read(self, spans: np.ndarray, *, top_k: int | None = None, temperature: float = 1.0) -> Rows:
+        """Read the rows of `spans`, one after the other.
+
+        Args:
+            spans: int64 [m, 2], (start, length) on the token axis.
+            top_k: entries a row; default as stored. Entries beyond it are added to the tail.
+            temperature: T; the result is the teacher's distribution with logits divided by T.
+
+        Raises:
+            ServeError, SpanError: the request cannot be met.
+            MissingShard, CorruptFile, CorruptBlock: the cache is damaged there.
+        """
+        self.check_serves(top_k=top_k, temperature=temperature)
+        spans = self._check_spans(spans)
+        n, k = int(spans[:, 1].sum()), self.manifest.top_k if top_k is None else top_k
+        out = Rows(
+            np.empty(n, np.uint32), np.empty((n, k), np.int32), np.empty((n, k), np.float32), np.empty(n, np.float32)
+        )
+        at = 0
+        for tile, row, count in self._pieces(spans):
+            planes = self._shard(tile).read(row, count, check=self._should_check())
+            part = slice(at, at + count)
+            out.tokens[part] = planes["tokens"]
+            layout.join_ids(planes["ids_lo"], planes["ids_hi"], self.manifest.id_hi_bits, out.ids[part])
+            out.logprobs[part], out.log_tail[part] = self._at_temperature(planes, k, temperature)
+            at += count
+        return out
+
+    def _check_spans(self, spans: np.ndarray) -> np.ndarray:
+        spans = np.asarray(spans)
+        if spans.ndim != 2 or spans.shape[1] != 2 or not np.issubdtype(spans.dtype, np.integer):
+            raise SpanError(f"spans must be integers [m, 2] (start, length), found {spans.dtype} {spans.shape}")
+        spans = spans.astype(np.int64)
+        bad = (
+            (spans[:, 0] < 0)
+            | (spans[:, 1] < 0)
+            | (spans[:, 1] > self.n_rows)
+            | (spans[:, 0] > self.n_rows - spans[:, 1])
+        )
+        if bad.any():
+            start, length = spans[np.flatnonzero(bad)[0]].tolist()
+            raise SpanError(
+                f"rows [{start}, {start + length}) were asked of {self.path}, which has [0, {self.n_rows})"
+            )
+        return spans[spans[:, 1] > 0]
+
+    def _pieces(self, spans: np.ndarray) -> Iterator[tuple[int, int, int]]:
+        """Cut spans at tile borders and to a bounded length: (tile, row in tile, count)."""
+        if not len(spans):
+            return
+        starts, ends = spans[:, 0], spans.sum(1)
+        opens = np.append(True, starts[1:] != ends[:-1])  # adjacent spans are read as one
+        borders = self.tiles[:, 0]
+        for start, end in zip(starts[opens].tolist(), ends[np.append(opens[1:], True)].tolist(), strict=True):
+            while start < end:
+                tile = int(np.searchsorted(borders, start, side="right")) - 1
+                row = start - int(borders[tile])
+                stop = row // layout.BLOCK_ROWS * layout.BLOCK_ROWS + _READ_ROWS
+                count = min(end - start, int(borders[tile + 1]) - start, stop - row)
+                yield tile, row, count
+                start += count
+
+    def _should_check(self) -> bool:
+        self._reads += 1
+        return self.check_blocks == "always" or self._reads % _SAMPLE_EVERY == 1
+
+    def _shard(self, tile: int) -> Shard:
+        with self._lock:
+            shard = self._shards.get(tile)
+            if shard is None:
+                shard = self._shards[tile] = open_shard(self.path, self.manifest, self.tiles, tile, wait_s=self.wait_s)
+            self._shards.move_to_end(tile)
+            if len(self._shards) > _OPEN_SHARDS:
+                self._shards.popitem(last=False)  # closed when the last thread that uses it lets go
+            return shard
+
+    def _at_temperature(
+        self, planes: dict[str, np.ndarray], k: int, temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        logprobs, tail = planes["logprobs"].astype(np.float32), planes["log_tail"]
+        if temperature != 1.0:
+            logprobs /= np.float32(temperature)
+            tail = planes["tail_T"][:, self.manifest.temperatures.index(temperature)]
+            total = np.logaddexp(_log_sum_exp(logprobs), tail)
+            logprobs -= total[:, None]
+            tail = tail - total
+        if k < self.manifest.top_k:
+            tail = np.logaddexp(_log_sum_exp(logprobs[:, k:]), tail)
+        return logprobs[:, :k], tail
+
+
+def _log_sum_exp(values: np.ndarray) -> np.ndarray:
+    """Log-sum-exp of [n, k] along k; -inf where all are. The largest entry comes first."""
+    top = np.maximum(values[:, :1], np.float32(-3e38))
+    with np.errstate(divide="ignore"):
+        return np.log(np.exp(values - top).sum(-1)) + top[:, 0]
+
+
+def load_cache(path: Path, *, wait_s: float = 0.0) -> tuple[Manifest, np.ndarray]:
+    """Manifest and tile table of a cache, sealed or not.
+
+    Raises:
+        NotACache, FutureVersion, CorruptFile.
+    """
+    for name in ("manifest.json", "tiles.npy"):
+        if not wait_until_visible(path / name, wait_s):
+            raise NotACache(
+                f"{path} is not a teacher cache: node {node_name()} sees no {path / name} (waited {wait_s:g} s)"
+            )
+    manifest = Manifest.from_json(read_bounded(path / "manifest.json"), str(path / "manifest.json"))
+    size = 16 * (manifest.tiles["count"] + 1) + 4096
+    return manifest, decode_tiles(read_bounded(path / "tiles.npy", size), manifest, str(path / "tiles.npy"))
+
+
+def check_seal(path: Path, manifest: Manifest, *, wait_s: float = 0.0) -> dict[str, Any]:
+    """Read SEALED.json.
+
+    Raises:
+        Unsealed: there is none.
+        CorruptFile: it is damaged or seals another cache.
+    """
+    seal = path / "SEALED.json"
+    if not wait_until_visible(seal, wait_s):
+        raise Unsealed(
+            f"{path} is not complete: node {node_name()} sees no {seal} (waited {wait_s:g} s). Finish it by running "
+            "the same "
+            "`megatron-kd cache build` again; what is missing shows `megatron-kd cache info`"
+        )
+    record = decode_record(read_bounded(seal), str(seal))
+    wanted = {"manifest": manifest.digest(), "rows": manifest.rows, "tiles": manifest.tiles["count"]}
+    for field, value in wanted.items():
+        if record.get(field) != value:
+            raise CorruptFile(
+                f"{seal} says {field} = {record.get(field)!r}, the cache has {value!r}: it seals another cache"
+            )
+    return record
+
+
+def open_shard(path: Path, manifest: Manifest, tiles: np.ndarray, tile: int, *, wait_s: float = 0.0) -> Shard:
+    """Open a committed tile.
+
+    Raises:
+        MissingShard: the shard or its commit record is not there.
+        CorruptFile: one of them is not what the manifest implies.
+    """
+    name = layout.shard_name(tile)
+    shard = path / "shards" / f"{name}.safetensors"
+    for file in (path / "commits" / f"{name}.json", shard):
+        if not wait_until_visible(file, wait_s):
+            raise MissingShard(
+                f"tile {tile} (rows [{tiles[tile, 0]}, {tiles[tile + 1, 0]})): node {node_name()} sees no {file} "
+                "(waited "
+                f"{wait_s:g} s). Restore it from a copy, or run the same `megatron-kd cache build` again"
+            )
+    digest = manifest.digest()
+    commit = read_commit(path, tile, digest)
+    first, rows = int(tiles[tile, 0]), int(tiles[tile + 1, 0] - tiles[tile, 0])
+    opened = Shard(shard, manifest.row_format, first, rows, tile=tile, manifest_digest=digest)
+    if commit["rows"] != rows or commit["bytes"] != shard.stat().st_size:
+        raise CorruptFile(
+            f"{shard}: the commit record says {commit['rows']} rows, {commit['bytes']} bytes; found {rows} rows"
+        )
+    return opened
+
+
+def check_echo(rows_tokens: np.ndarray, batch_tokens: np.ndarray, *, where: str) -> None:
+    """Compare the tokens stored beside the teacher's rows with the tokens of the batch.
+
+    Args:
+        rows_tokens: `Rows.tokens`, [n].
+        batch_tokens: the model's input at the same positions, [n].
+        where: what is being compared, for the message (batch, dataset, sample).
+
+    Raises:
+        EchoMismatch: says where, and whether it looks like a shift by one.
+    """
+    ours, theirs = np.asarray(rows_tokens).astype(np.int64), np.asarray(batch_tokens).astype(np.int64)
+    if ours.shape != theirs.shape or ours.ndim != 1:
+        raise EchoMismatch(f"{where}: the cache has tokens of shape {ours.shape}, the batch {theirs.shape}")
+    wrong = np.flatnonzero(ours != theirs)
+    if not wrong.size:
+        return
+    first = int(wrong[0])
+    hint = "this is another corpus, tokenizer, seed or order than the cache was built from"
+    for shift, matches in ((1, ours[1:] == theirs[:-1]), (-1, ours[:-1] == theirs[1:])):
+        if len(matches) >= 2 and matches.mean() > 0.9:
+            hint = f"the teacher's rows look shifted by {shift:+d} against the batch"
+    raise EchoMismatch(
+        f"{where}: {wrong.size} of {len(ours)} tokens differ, first at position {first}: the cache has "
+        f"{ours[first]}, the batch "
+        f"{theirs[first]}; {hint}"
+    )

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a cache: any number of writers, on any number of hosts, killed at any moment.
+
+In: a manifest, a tile table, and rows of teacher output in any order within a tile. Out: immutable shards, each with a
+    commit record;
+at the end a seal. Costs memory for one encoded tile (433 MB for a million tokens at K=100). A tile counts only when
+its commit record is valid; a killed writer loses at most the tile it was filling.
+
+    writer = CacheWriter("cache", manifest, tiles)
+    for tile in writer.todo():
+        buffer = writer.open_tile(tile)
+        buffer.put(0, tokens, ids, logprobs, log_tail)     # [n], [n, K], [n, K], [n]; any order, every row once
+        writer.commit(buffer)
+    writer.seal()
+"""
+
+import logging
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_kd.cache import layout
+from megatron_kd.cache.errors import CacheError, CorruptFile, IdentityMismatch, Incomplete, NotACache, TileConflict
+from megatron_kd.cache.files import (
+    decode_record,
+    digest_bytes,
+    digest_file,
+    encode_record,
+    fsync_folder,
+    node_name,
+    publish,
+    read_bounded,
+    write_temporary,
+)
+from megatron_kd.cache.manifest import Manifest, decode_tiles, differences, encode_tiles
+from megatron_kd.cache.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+_FOLDERS = ("shards", "commits", "tmp", "quarantine")
+_COMMIT_FIELDS = {"tile", "rows", "bytes", "digest", "manifest", "writer"}
+
+
+class TileBuffer:
+    """One tile, encoded as it is filled. `CacheWriter.open_tile` makes it."""
+
+    def __init__(self, manifest: Manifest, tile: int, first_row: int, rows: int):
+        self.tile, self.first_row, self.rows = tile, first_row, rows
+        self._manifest, self._format = manifest, manifest.row_format
+        self.planes = {plane.name: np.empty(plane.shape, plane.dtype) for plane in self._format.data_planes(rows)}
+        self._filled = np.zeros(rows, bool)
+
+    def put(
+        self,
+        row: int,
+        tokens: np.ndarray,
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+        log_tail: np.ndarray,
+        tail_T: np.ndarray | None = None,
+    ) -> None:
+        """Store rows [row, row + n) of the tile.
+
+        Args:
+            row: first row, counted from the tile's start.
+            tokens: [n] integers, the input tokens at these positions.
+            ids: [n, K] integers below `vocab_real`, most likely first.
+            logprobs: [n, K] natural logarithms, not increasing along K.
+            log_tail: [n] log of the mass outside the K, -inf if none.
+            tail_T: [n, temperatures] log-sum-exp over the tail of (log p) / T; required if the manifest lists
+                temperatures.
+
+        Raises:
+            ValueError: shapes or values that no cache can hold; nothing is stored then.
+        """
+        n = len(tokens)
+        given = {"tokens": tokens, "ids": ids, "logprobs": logprobs, "log_tail": log_tail, "tail_T": tail_T}
+        self._check(row, n, given)
+        low, high = layout.split_ids(np.asarray(ids), self._format.id_hi_bits)
+        part = slice(row, row + n)
+        for name, values in {**given, "ids_lo": low, "ids_hi": high}.items():
+            if name in self.planes:
+                with np.errstate(
+                    over="ignore"
+                ):  # a log-probability below the f16 range becomes -inf, which is what it is
+                    self.planes[name][part] = values
+        self._filled[part] = True
+
+    def _check(self, row: int, n: int, given: dict[str, np.ndarray | None]) -> None:
+        where = f"tile {self.tile}, rows [{row}, {row + n})"
+        if not 0 <= row <= row + n <= self.rows:
+            raise ValueError(f"{where}: the tile has {self.rows} rows")
+        if self._filled[row : row + n].any():
+            raise ValueError(f"{where}: some of these rows are already stored")
+        top_k, temperatures = self._format.top_k, self._format.temperatures
+        shapes = {"ids": (n, top_k), "logprobs": (n, top_k), "log_tail": (n,)}
+        if temperatures:
+            shapes["tail_T"] = (n, len(temperatures))
+        for name, shape in shapes.items():
+            if given[name] is None or given[name].shape != shape:
+                found = None if given[name] is None else given[name].shape
+                raise ValueError(f"{where}: {name} must have shape {shape}, found {found}")
+            if name != "ids" and (np.isnan(given[name]).any() or (given[name] > 1e-3).any()) and name != "tail_T":
+                raise ValueError(f"{where}: {name} must be log-probabilities, found NaN or positive values")
+        if n and (given["ids"].min() < 0 or given["ids"].max() >= self._manifest.vocab_real):
+            raise ValueError(f"{where}: ids must lie in [0, {self._manifest.vocab_real}), the real vocabulary")
+        if n and (given["logprobs"][:, 1:] > given["logprobs"][:, :-1]).any():
+            raise ValueError(f"{where}: logprobs must not increase along K (entry 0 is the most likely id)")
+
+    @property
+    def missing(self) -> int:
+        """Rows not stored yet."""
+        return int(self.rows - np.count_nonzero(self._filled))
+
+    def parts(self) -> list[bytes | memoryview]:
+        """The shard file, in pieces."""
+        data = [self.planes[plane.name] for plane in self._format.data_planes(self.rows)]
+        header = layout.shard_header(
+            self._format,
+            tile=self.tile,
+            first_row=self.first_row,
+            rows=self.rows,
+            manifest_digest=self._manifest.digest(),
+        )
+        sums = layout.block_checksums(data, self.first_row)
+        return [header, *(memoryview(plane).cast("B") for plane in (sums, *data) if plane.size)]
+
+
+class CacheWriter:
+    """Writes tiles into a cache folder, which it creates, or joins if the manifest is the same.
+
+    Args:
+        path: the cache folder; absent, empty, or a cache with an equal manifest.
+        manifest: from `make_manifest`.
+        tiles: the tile table that belongs to it.
+
+    Raises:
+        IdentityMismatch: the folder holds a cache with another manifest; names the fields.
+        NotACache: the folder holds something else.
+    """
+
+    def __init__(self, path: str | Path, manifest: Manifest, tiles: np.ndarray):
+        self.path, self.manifest, self.tiles = Path(path), manifest, tiles
+        self._digest = manifest.digest()
+        decode_tiles(encode_tiles(tiles), manifest, "the tile table")
+        self._create()
+        self._join()
+
+    def _create(self) -> None:
+        """Make the folder whole under another name first: a folder that can be seen has a manifest."""
+        if (self.path / "manifest.json").exists():
+            return
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise NotACache(f"{self.path} exists and is not a teacher cache; choose another folder")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_name(f".{self.path.name}.{node_name()}.{os.getpid()}.{uuid.uuid4().hex}")
+        for folder in _FOLDERS:
+            (fresh / folder).mkdir(parents=True)
+        for name, data in (("manifest.json", self.manifest.to_json()), ("tiles.npy", encode_tiles(self.tiles))):
+            temporary, _, _ = write_temporary(fresh / "tmp", name, [data])
+            publish(temporary, fresh / name)
+            temporary.unlink()
+        try:
+            fresh.rename(self.path)
+        except OSError:
+            if not (self.path / "manifest.json").exists():
+                raise
+            for entry in sorted(fresh.rglob("*"), reverse=True):  # another writer was first
+                entry.rmdir() if entry.is_dir() else entry.unlink()
+            fresh.rmdir()
+        fsync_folder(self.path.parent)
+
+    def _join(self) -> None:
+        data = read_bounded(self.path / "manifest.json")
+        if data != self.manifest.to_json():
+            there = Manifest.from_json(data, str(self.path / "manifest.json"))
+            wrong = differences(vars(there), vars(self.manifest))
+            lines = [f"  {name}: the cache has {found!r}, this build {wanted!r}" for name, found, wanted in wrong]
+            raise IdentityMismatch(
+                f"{self.path} is a cache with other settings:\n"
+                + "\n".join(lines)
+                + "\nUse the same settings, or another folder"
+            )
+        decode_tiles((self.path / "tiles.npy").read_bytes(), self.manifest, str(self.path / "tiles.npy"))
+
+    def todo(self) -> list[int]:
+        """Tiles without a valid commit; a complete shard whose writer died before committing it is committed here."""
+        committed = {entry.name for entry in os.scandir(self.path / "commits")}
+        shards = {entry.name for entry in os.scandir(self.path / "shards")}
+        todo = []
+        for tile in range(self.manifest.tiles["count"]):
+            name = layout.shard_name(tile)
+            if f"{name}.json" in committed and self.is_committed(tile):
+                continue
+            if f"{name}.safetensors" in shards and self._adopt(tile):
+                continue
+            todo.append(tile)
+        if todo and (self.path / "SEALED.json").exists():
+            self._quarantine(self.path / "SEALED.json", "the cache is sealed but tiles are missing")
+        return todo
+
+    def is_committed(self, tile: int) -> bool:
+        """Whether the tile has a valid commit record and its shard has the size that record states."""
+        try:
+            commit = read_commit(self.path, tile, self._digest)
+            return self.shard_path(tile).stat().st_size == commit["bytes"]
+        except (CorruptFile, FileNotFoundError):
+            return False
+
+    def shard_path(self, tile: int) -> Path:
+        """Where a tile's shard is or will be."""
+        return self.path / "shards" / f"{layout.shard_name(tile)}.safetensors"
+
+    def commit_path(self, tile: int) -> Path:
+        """Where a tile's commit record is or will be."""
+        return self.path / "commits" / f"{layout.shard_name(tile)}.json"
+
+    def open_tile(self, tile: int) -> TileBuffer:
+        """A buffer for one tile's rows."""
+        first, end = int(self.tiles[tile, 0]), int(self.tiles[tile + 1, 0])
+        return TileBuffer(self.manifest, tile, first, end - first)
+
+    def write_tile(self, tile: int, planes: dict[str, np.ndarray]) -> None:
+        """Write a whole tile at once: `planes` holds the arguments of `TileBuffer.put` for all its rows."""
+        buffer = self.open_tile(tile)
+        buffer.put(0, **planes)
+        self.commit(buffer)
+
+    def commit(self, buffer: TileBuffer) -> None:
+        """Make a filled tile permanent. Doing so twice with the same content is fine.
+
+        Raises:
+            Incomplete: some of its rows were never stored.
+            TileConflict: the tile was committed before with other content.
+        """
+        if buffer.missing:
+            raise Incomplete(f"tile {buffer.tile}: {buffer.missing} of {buffer.rows} rows were not stored")
+        shard = self.shard_path(buffer.tile)
+        temporary, digest, size = write_temporary(self.path / "tmp", shard.name, buffer.parts())
+        try:
+            if not publish(temporary, shard) and not self._settle(buffer.tile, digest):
+                publish(temporary, shard)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._write_commit(buffer.tile, digest, size)
+
+    def _settle(self, tile: int, digest: str) -> bool:
+        """A shard of that name exists. True if it is ours, False if it was damaged and is out of the way now."""
+        shard = self.shard_path(tile)
+        found = digest_file(shard)
+        if found == digest:
+            return True
+        if self.is_committed(tile) or self._adopt(tile):
+            raise TileConflict(
+                f"{shard} was written with digest {found}, this writer made {digest}: the teacher is not "
+                "deterministic or the "
+                "writers differ (device, thread count, library). Keep the one there, or remove the cache and build "
+                "it again"
+            )
+        return False
+
+    def _adopt(self, tile: int) -> bool:
+        """Commit a shard that lacks a commit record, if every byte of it checks; else move it to quarantine."""
+        shard = self.shard_path(tile)
+        self._quarantine(self.commit_path(tile), "the commit record is not valid")
+        try:
+            with Shard(
+                shard, self.manifest.row_format, *self._extent(tile), tile=tile, manifest_digest=self._digest
+            ) as opened:
+                opened.verify_blocks()
+            self._write_commit(tile, digest_file(shard), shard.stat().st_size)
+        except CacheError as error:
+            self._quarantine(shard, str(error))
+            return False
+        logger.info("%s was complete but not committed; committed it", shard)
+        return True
+
+    def _extent(self, tile: int) -> tuple[int, int]:
+        first, end = int(self.tiles[tile, 0]), int(self.tiles[tile + 1, 0])
+        return first, end - first
+
+    def _write_commit(self, tile: int, digest: str, size: int) -> None:
+        record: dict[str, Any] = {
+            "tile": tile,
+            "rows": self._extent(tile)[1],
+            "bytes": size,
+            "digest": digest,
+            "manifest": self._digest,
+            "writer": {
+                "node": node_name(),
+                "pid": os.getpid(),
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            },
+        }
+        path = self.commit_path(tile)
+        temporary, _, _ = write_temporary(self.path / "tmp", path.name, [encode_record(record)])
+        try:
+            if not publish(temporary, path):
+                there = read_commit(self.path, tile, self._digest)
+                if there["digest"] != digest:
+                    raise TileConflict(f"{path} records digest {there['digest']}, this writer made {digest}")
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _quarantine(self, path: Path, reason: str) -> None:
+        target = self.path / "quarantine" / f"{path.name}.{uuid.uuid4().hex}"
+        try:
+            path.rename(target)
+        except FileNotFoundError:
+            return
+        logger.warning("moved %s to %s: %s", path, target, reason)
+
+    def seal(self) -> None:
+        """Declare the cache complete, after checking that every tile is. Sealing twice is fine.
+
+        Raises:
+            Incomplete: names the tiles that are missing.
+        """
+        missing = self.todo()
+        if missing:
+            some = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+            raise Incomplete(
+                f"{self.path} cannot be sealed: {len(missing)} tiles are not committed: {some}. Run the build again"
+            )
+        data = encode_record(seal_record(self.path, self.manifest))
+        path = self.path / "SEALED.json"
+        if path.exists() and path.read_bytes() != data:
+            self._quarantine(path, "it does not describe the commits")
+        temporary, _, _ = write_temporary(self.path / "tmp", path.name, [data])
+        try:
+            publish(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def read_commit(cache: Path, tile: int, manifest_digest: str) -> dict[str, Any]:
+    """Read and check a tile's commit record: `tile`, `rows`, `bytes`, `digest`, `manifest`, `writer`.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CorruptFile: it is damaged, or belongs to another cache or tile.
+    """
+    path = cache / "commits" / f"{layout.shard_name(tile)}.json"
+    record = decode_record(read_bounded(path), str(path))
+    if record.keys() != _COMMIT_FIELDS or record["tile"] != tile or record["manifest"] != manifest_digest:
+        raise CorruptFile(
+            f"{path} is not the commit record of tile {tile} of this cache; it was copied from elsewhere"
+        )
+    return record
+
+
+def seal_record(cache: Path, manifest: Manifest) -> dict[str, Any]:
+    """What SEALED.json must say: the manifest, the extent, and one digest over the digests of all shards."""
+    digest = manifest.digest()
+    shards = "".join(read_commit(cache, tile, digest)["digest"] for tile in range(manifest.tiles["count"]))
+    return {
+        "manifest": digest,
+        "rows": manifest.rows,
+        "tiles": manifest.tiles["count"],
+        "shards": digest_bytes(shards.encode()),
+    }
