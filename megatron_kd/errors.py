@@ -7,3 +7,7 @@ class UserError(Exception):
 
     The command line prints such an error as one message, without a traceback, and exits with 2.
     """
+
+
+class ConfigError(UserError):
+    """A setting that cannot be used: unknown, of the wrong type, contradictory or not supported."""

@@ -9,20 +9,37 @@ Costs nothing beyond importing Bridge.
 import dataclasses
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 
+from megatron.bridge.training.checkpointing import checkpoint_exists
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 
-from megatron_kd.errors import UserError
+from megatron_kd.bridge.finalise import OverwrittenValue, check_final, finalise_preview
+from megatron_kd.bridge.overrides import UserValues, apply_settings
+from megatron_kd.bridge.preflight import check_before_start, refuse_unsupported
+from megatron_kd.bridge.settings import Settings, read_arguments, read_yaml
+from megatron_kd.errors import ConfigError
+
+__all__ = [
+    "ConfigError",
+    "KDConfig",
+    "KDConfigContainer",
+    "OverwrittenValue",
+    "UserValues",
+    "check_before_start",
+    "check_final",
+    "finalise_preview",
+    "load_config",
+    "refuse_unsupported",
+    "resolve_divergence",
+    "use_run_dir",
+]
 
 register_allowed_target_prefix("megatron_kd.")
-
-
-class ConfigError(UserError):
-    """A setting that cannot be used: unknown, of the wrong type, contradictory or not supported."""
 
 
 @dataclass(kw_only=True)
@@ -145,3 +162,67 @@ class KDConfigContainer(ConfigContainer):
         if self.kd is not None:
             self.kd.finalize()
         super().validate()
+
+
+def load_config(
+    recipe: str | Callable[[], ConfigContainer] | ConfigContainer | None = None,
+    *,
+    config_file: Path | None = None,
+    overrides: Sequence[str] = (),
+    run_dir: Path | None = None,
+    student: str | None = None,
+) -> tuple[KDConfigContainer, UserValues]:
+    """A run's configuration: the recipe, then the YAML file, then the `key=value` arguments; the later wins.
+
+    Args:
+        recipe: what `recipes.build_recipe` takes. None: the YAML's own top-level `recipe:`.
+        config_file: sections of the container, nested as in `--print-config`; beside them `recipe:` and `student:`.
+        overrides: arguments in hydra-core's grammar.
+        run_dir: see `use_run_dir`.
+        student: folder or hub name of the Hugging Face model the student starts from. None: the YAML's `student:`.
+
+    Returns:
+        The configuration, not yet finalised, and what the user set in it.
+
+    Raises:
+        ConfigError: what was asked cannot be used; the message has the full key, where it stands and the nearest key.
+    """
+    from megatron_kd.bridge.recipes import build_recipe  # whose recipes are made of this module's classes
+
+    layers = [read_yaml(Path(config_file))] if config_file else []
+    layers.append(read_arguments(overrides))
+    asked_recipe, asked_student = (_take(layers, name) for name in ("recipe", "student"))
+    recipe = recipe if recipe is not None else asked_recipe
+    if recipe is None:
+        raise ConfigError("no recipe: give --recipe NAME, or put `recipe: NAME` on top of the YAML file.")
+    cfg = KDConfigContainer.wrap(build_recipe(recipe, student or asked_student))
+    use_run_dir(cfg, run_dir)
+    return cfg, apply_settings(cfg, layers)
+
+
+def _take(layers: Sequence[Settings], name: str) -> Any:
+    """Removes one of our own top-level keys; the last layer's counts."""
+    given = [layer.tree.pop(name) for layer in layers if name in layer.tree]
+    return given[-1] if given else None
+
+
+def use_run_dir(cfg: ConfigContainer, run_dir: Path | None) -> None:
+    """Puts everything a run writes into one folder, and resumes only from a checkpoint in that same folder.
+
+    Bridge's recipes all save into, and silently resume from, ./nemo_experiments/default. Without a folder that default
+    is unset: nothing is loaded or written unless the configuration says where.
+    """
+    if run_dir is None:
+        default = Path.cwd() / "nemo_experiments" / "default"
+        for section, name in ((cfg.checkpoint, "save"), (cfg.checkpoint, "load"), (cfg.logger, "tensorboard_dir")):
+            path = getattr(section, name)
+            if path is not None and Path(path).is_relative_to(default):
+                setattr(section, name, None)
+        return
+    run_dir = Path(run_dir).absolute()
+    checkpoints = str(run_dir / "checkpoints")
+    cfg.checkpoint.save = checkpoints
+    cfg.checkpoint.load = checkpoints if checkpoint_exists(checkpoints) else None
+    cfg.logger.tensorboard_dir = str(run_dir / "tensorboard")
+    cfg.logger.wandb_save_dir = str(run_dir / "wandb")
+    cfg.logger.save_config_filepath = str(run_dir / "config.yaml")

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be found wrong with a configuration before anything starts: no rank, no model, no GPU memory.
+
+In: a configuration, what the user set in it, the world size. Out: nothing, or an error that names the key. Bridge's
+finalisation runs on a copy, so the configuration stays as it was. Costs well under a second.
+"""
+
+import math
+import os
+from collections.abc import Callable
+
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.training.checkpointing import checkpoint_exists
+from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig, MockGPTDatasetConfig
+from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
+
+from megatron_kd.bridge.finalise import check_final, finalise_preview
+from megatron_kd.bridge.overrides import UserValues
+from megatron_kd.errors import ConfigError
+
+
+class LayoutError(ConfigError):
+    """The world size does not fit the parallel sizes."""
+
+
+def check_before_start(cfg: ConfigContainer, user_values: UserValues, *, world_size: int) -> None:
+    """Every check there is: support, lengths, paths, layout, Bridge's own validation, and that what was asked stays.
+
+    Raises:
+        ConfigError: the first that fails.
+    """
+    refuse_unsupported(cfg)
+    check_lengths(cfg)
+    check_paths(cfg)
+    check_layout(cfg, world_size)
+    check_final(finalise_preview(cfg, world_size=world_size), user_values, before=cfg)
+
+
+def _set(section: str, *names: str, allowed: tuple = (None, False, 0)) -> Callable[[ConfigContainer], str | None]:
+    """A test of fields of one section: the first that holds something else than `allowed`, as text."""
+
+    def find(cfg: ConfigContainer) -> str | None:
+        part = getattr(cfg, section, None)
+        for name in names:
+            if getattr(part, name, None) not in allowed:
+                return f"{section}.{name}={getattr(part, name)!r}"
+        return None
+
+    return find
+
+
+def _not_gpt_dataset(cfg: ConfigContainer) -> str | None:
+    return (
+        None
+        if type(cfg.dataset) in (GPTDatasetConfig, MockGPTDatasetConfig)
+        else f"dataset {type(cfg.dataset).__name__}"
+    )
+
+
+def _not_gpt_model(cfg: ConfigContainer) -> str | None:
+    return None if isinstance(cfg.model, GPTModelProvider) else f"model {type(cfg.model).__name__}"
+
+
+_UNSUPPORTED: tuple[tuple[Callable[[ConfigContainer], str | None], str], ...] = (
+    (_not_gpt_model, "a GPT model provider"),
+    (
+        _not_gpt_dataset,
+        "GPTDatasetConfig, as a pre-training recipe has; SFT and packed sequences are not supported yet",
+    ),
+    (_set("model", "mtp_num_layers"), "null: multi-token prediction has heads of its own"),
+    (_set("model", "virtual_pipeline_model_parallel_size", allowed=(None, 1)), "null"),
+    (_set("model", "overlap_moe_expert_parallel_comm"), "false: it needs a schedule plan (return_schedule_plan)"),
+    (
+        _set("comm_overlap", "overlap_moe_expert_parallel_comm"),
+        "false: it needs a schedule plan (return_schedule_plan)",
+    ),
+    (
+        _set("comm_overlap", "defer_embedding_wgrad_compute"),
+        "false: the loss computes the head's weight gradient itself",
+    ),
+    (_set("model", "defer_embedding_wgrad_compute"), "false: the loss computes the head's weight gradient itself"),
+    (_set("model", "enable_cuda_graph", "external_cuda_graph"), "false"),
+    (_set("model", "cuda_graph_impl", allowed=(None, "none")), "none"),
+    (_set("model", "fp8_output_proj"), "false: the head's logits are computed from unquantised weights"),
+    (_set("model", "hybrid_context_parallel"), "false"),
+    (_set("ddp", "use_megatron_fsdp"), "false: the head's weight must be whole on its rank"),
+    (_set("dist", "use_megatron_fsdp", "use_torch_fsdp2"), "false: the head's weight must be whole on its rank"),
+    (_set("dist", "eval_context_parallel_size"), "null"),
+    (lambda cfg: None if cfg.peft is None else "peft", "null: adapters are not supported yet"),
+)
+
+
+def refuse_unsupported(cfg: ConfigContainer) -> None:
+    """Refuses by name what distillation does not support yet. Without `cfg.kd` the run is Bridge's: nothing to refuse.
+
+    Raises:
+        ConfigError: names the setting and what it has to be.
+    """
+    if getattr(cfg, "kd", None) is None:
+        return
+    for find, expected in _UNSUPPORTED:
+        if found := find(cfg):
+            raise ConfigError(f"{found} does not work with distillation; expected {expected}.")
+
+
+def check_lengths(cfg: ConfigContainer) -> None:
+    """One sequence length for model and dataset."""
+    model, dataset = getattr(cfg.model, "seq_length", None), getattr(cfg.dataset, "seq_length", None)
+    if None not in (model, dataset) and model != dataset:
+        raise ConfigError(
+            f"model.seq_length={model} and dataset.seq_length={dataset} must be equal. Set both, or in YAML write "
+            "dataset: {seq_length: ${model.seq_length}}."
+        )
+
+
+def check_paths(cfg: ConfigContainer) -> None:
+    """What is to be read is there. `checkpoint.load` may be empty only where it is also where the run saves."""
+    checkpoint = cfg.checkpoint
+    for key in ("pretrained_checkpoint", "load"):
+        path = getattr(checkpoint, key)
+        if path is None or (key == "load" and path == checkpoint.save):
+            continue
+        if checkpoint_exists(path) or is_hf_checkpoint_dir(path):
+            continue
+        found = "a path that does not exist" if not os.path.exists(path) else "a folder without a checkpoint in it"
+        raise ConfigError(
+            f"checkpoint.{key}={path} is {found}. Expected a Megatron checkpoint, or a Hugging Face folder with "
+            "config.json and weights. Bridge would go on with random weights."
+        )
+
+
+def check_layout(cfg: ConfigContainer, world_size: int) -> None:
+    """The world size splits into the parallel sizes, and the batch into micro-batches.
+
+    Raises:
+        LayoutError: names all sizes and what would fit.
+    """
+    model = cfg.model
+    tp, pp, cp, ep = (
+        getattr(model, f"{kind}_parallel_size") or 1
+        for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
+    )
+    etp = getattr(model, "expert_tensor_parallel_size", None) or tp
+    sizes = f"TP={tp} PP={pp} CP={cp} EP={ep} ETP={etp}"
+    dense, expert = tp * pp * cp, etp * pp * ep
+    for product, formula in ((dense, "TP*PP*CP"), (expert, "ETP*PP*EP")):
+        if world_size % product:
+            step = math.lcm(dense, expert)
+            fits = max(step, world_size // step * step)
+            raise LayoutError(
+                f"world size {world_size} does not fit {sizes}: it must be a multiple of {formula} = {product}. "
+                f"With these sizes {fits} or {fits + step} ranks would fit; or change model.*_parallel_size."
+            )
+    data = world_size // dense
+    batch, micro = cfg.train.global_batch_size, cfg.train.micro_batch_size
+    if batch and micro and batch % (micro * data):
+        step = micro * data
+        raise LayoutError(
+            f"train.global_batch_size={batch} must be a multiple of train.micro_batch_size * DP = {micro} * {data} = "
+            f"{step} (world size {world_size}, {sizes}). {max(step, batch // step * step)} would fit."
+        )

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run's configuration starts: a function without arguments that returns a container.
+
+In: a name, and the student's Hugging Face folder if there is one. Out: a container. Ours, every recipe of Bridge, and
+any function of the user's own can be named. Building one takes a second and no network: the architectures that ours
+use are written down here, and `student` replaces the hub's model in every recipe.
+"""
+
+import copy
+import difflib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.recipes.common import _pretrain_common
+from megatron.bridge.recipes.gpt_oss.h100.gpt_oss import gpt_oss_20b_pretrain_16gpu_h100_bf16_config
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
+from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
+
+from megatron_kd.bridge.config import KDConfig, KDConfigContainer, import_function
+from megatron_kd.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Recipe = Callable[[], ConfigContainer]
+_RECIPES: dict[str, Recipe] = {}
+
+
+def recipe(function: Recipe) -> Recipe:
+    """Registers a recipe under its own name."""
+    _RECIPES[function.__name__] = function
+    return function
+
+
+def build_recipe(what: str | Recipe | ConfigContainer, student: str | Path | None = None) -> ConfigContainer:
+    """The container a recipe returns.
+
+    Args:
+        what: a name of ours or of `megatron.bridge.recipes`; `hf:FOLDER` for any model that Bridge can import;
+            `package.module:function`; a function; or a container, which is copied.
+        student: Hugging Face folder or hub name. Architecture, tokenizer and initial weights come from it, instead of
+            from the model the recipe names.
+
+    Raises:
+        ConfigError: no such recipe (the nearest names are given), or the student cannot be read.
+    """
+    if isinstance(what, ConfigContainer):
+        return copy.deepcopy(what)
+    if isinstance(what, str) and what.startswith("hf:"):
+        what, student = generic_pretrain_config, what.removeprefix("hf:")
+    function = what if callable(what) else _find(what)
+    folder = None if student is None else _local_folder(student)
+    with _architectures(folder):
+        cfg = function()
+    if not isinstance(cfg, ConfigContainer):
+        raise ConfigError(f"recipe {what!r} returned {type(cfg).__name__}, expected a ConfigContainer.")
+    if folder is not None:
+        cfg.tokenizer.tokenizer_type = "HuggingFaceTokenizer"
+        cfg.tokenizer.tokenizer_model = folder
+        cfg.tokenizer.vocab_size = None
+        cfg.checkpoint.pretrained_checkpoint = folder
+    return cfg
+
+
+def recipe_names() -> list[str]:
+    """Every name that `--recipe` finds, ours first."""
+    return [*_RECIPES, *sorted(_bridge_recipes())]
+
+
+def _find(name: str) -> Recipe:
+    if ":" in name:
+        return import_function(name, "recipe")
+    known = _bridge_recipes() | _RECIPES
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        raise ConfigError(
+            f"unknown recipe {name!r}. {f'Did you mean {" or ".join(near)}? ' if near else ''}"
+            f"Ours: {', '.join(_RECIPES)}; besides, every function of megatron.bridge.recipes, hf:FOLDER, and "
+            "package.module:function."
+        )
+    return known[name]
+
+
+def _bridge_recipes() -> dict[str, Recipe]:
+    import megatron.bridge.recipes as stock
+
+    return {
+        name: getattr(stock, name)
+        for name in dir(stock)
+        if name.endswith("_config") and callable(getattr(stock, name))
+    }
+
+
+def _local_folder(student: str | Path) -> str:
+    """The folder of the student's weights.
+
+    Raises:
+        ConfigError: it holds no weights, or the hub's copy is neither here nor can be had.
+    """
+    folder = str(student)
+    if not Path(folder).exists():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = snapshot_download(folder)
+        except Exception as error:  # the hub's client raises many kinds
+            raise ConfigError(f"student {student!r} is no folder, and the hub does not give it: {error}") from error
+    if not is_hf_checkpoint_dir(folder):
+        raise ConfigError(
+            f"student {folder} holds no Hugging Face model: expected config.json and *.safetensors in it."
+        )
+    return folder
+
+
+# The architectures our recipes name, as their makers publish them.
+_ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
+    "openai/gpt-oss-20b": lambda: GptOssConfig(
+        architectures=["GptOssForCausalLM"], num_hidden_layers=24, num_local_experts=32, dtype="bfloat16"
+    ),
+    "openai/gpt-oss-120b": lambda: GptOssConfig(
+        architectures=["GptOssForCausalLM"], num_hidden_layers=36, num_local_experts=128, dtype="bfloat16"
+    ),
+    "meta-llama/Meta-Llama-3.1-8B": lambda: LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        dtype="bfloat16",
+    ),
+}
+
+
+@contextmanager
+def _architectures(folder: str | None) -> Iterator[None]:
+    """While a recipe is built, `AutoBridge` reads the student's folder or an architecture of ours instead of the hub.
+
+    Bridge's recipes name a hub model in their code and take no argument, so there is no other way in.
+    """
+    stock = AutoBridge.__dict__["from_hf_pretrained"]
+
+    def from_hf_pretrained(cls: type[AutoBridge], path: str | Path, **kwargs: Any) -> AutoBridge:
+        if folder is None and str(path) in _ARCHITECTURES:
+            config = _ARCHITECTURES[str(path)]()
+            config.name_or_path = str(path)
+            return cls.from_hf_config(config)
+        try:
+            return stock.__func__(cls, folder or path, **kwargs)
+        except (ValueError, OSError) as error:
+            raise ConfigError(
+                f"the recipe's model {folder or path} cannot be read: {error}\n"
+                "Without network give a local Hugging Face folder: --student FOLDER."
+            ) from error
+
+    AutoBridge.from_hf_pretrained = classmethod(from_hf_pretrained)
+    try:
+        yield
+    finally:
+        AutoBridge.from_hf_pretrained = stock
+
+
+# ---- recipes -------------------------------------------------------------------------------------------------------
+
+
+def generic_pretrain_config() -> KDConfigContainer:
+    """Bridge's common pre-training settings around the student's own architecture: what `hf:FOLDER` names.
+
+    One rank, the model's own precision left to the YAML.
+    """
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("the student").to_megatron_provider(load_weights=False)
+    cfg.model.seq_length = cfg.dataset.seq_length
+    return KDConfigContainer.wrap(cfg, KDConfig())
+
+
+@recipe
+def gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config() -> KDConfigContainer:
+    """GPT-OSS 20B on one node of eight H200 at 32,768 tokens: TP=4 with sequence parallelism, EP=8.
+
+    141 GB a GPU hold the student whole: no pipeline, so no bubble.
+    """
+    cfg = KDConfigContainer.wrap(gpt_oss_20b_pretrain_16gpu_h100_bf16_config(), KDConfig())
+    cfg.model.tensor_model_parallel_size = 4
+    cfg.model.sequence_parallel = True
+    cfg.model.pipeline_model_parallel_size = 1
+    cfg.model.expert_model_parallel_size = 8
+    cfg.model.expert_tensor_parallel_size = 1
+    cfg.model.seq_length = cfg.dataset.seq_length = 32768
+    cfg.train.micro_batch_size = 1
+    cfg.train.global_batch_size = 64
+    return cfg
