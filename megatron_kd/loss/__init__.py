@@ -1,1 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Divergences between a sparse teacher and a student, from the student's hidden states. Needs torch alone."""
+
+from megatron_kd.loss.arguments import LossSums, TopK
+from megatron_kd.loss.divergence import DIVERGENCES, jsd, mixture
+from megatron_kd.loss.errors import LossArgumentError
+from megatron_kd.loss.fused_linear import fused_linear_divergence
+from megatron_kd.loss.reference import dense_divergence, forward_chunked_divergence
+from megatron_kd.loss.vocab_parallel import VocabShard
+
+__all__ = [
+    "DIVERGENCES",
+    "LossArgumentError",
+    "LossSums",
+    "TopK",
+    "VocabShard",
+    "dense_divergence",
+    "forward_chunked_divergence",
+    "fused_linear_divergence",
+    "jsd",
+    "mixture",
+]

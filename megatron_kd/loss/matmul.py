@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three GEMMs of a strip: logits, gradient of hidden, gradient of weight. All accumulate in float32 or better.
+
+bf16 on CUDA multiplies bf16 operands and keeps float32 results. Where torch has no such product (CPU), and for fp16,
+whose range a logit gradient would leave, the operands are widened a block of columns at a time.
+
+Legend: n tokens of a strip, H hidden size, V columns of this rank. Cost: 2 * n * H * V FLOPs each.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+BLOCK = 8192
+"""Columns whose weights are widened at a time: 90 MiB at H = 2,880."""
+
+
+def logits_into(out: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> None:
+    """out[n, V] = hidden @ weight.T, rounded to `dtype` on the way if that is narrower than out."""
+    if dtype == hidden.dtype != out.dtype:
+        out.copy_(hidden @ weight.T)
+    elif hidden.dtype == out.dtype:
+        torch.mm(hidden, weight.T, out=out)
+    elif _mixed(hidden):
+        torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
+    else:
+        hidden = hidden.to(out.dtype)
+        for block in _blocks(weight):
+            out[:, block] = hidden @ weight[block].T.to(out.dtype)
+
+
+def hidden_gradient(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """grad @ weight, [n, H] in the dtype of weight, from grad [n, V] in the dtype that is computed in."""
+    if grad.dtype == weight.dtype or _mixed(weight):
+        return grad.to(weight.dtype) @ weight
+    total = grad.new_zeros(len(grad), weight.shape[1])
+    for block in _blocks(weight):
+        total.addmm_(grad[:, block], weight[block].to(grad.dtype))
+    return total.to(weight.dtype)
+
+
+def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+    """total[V, H] += grad.T @ hidden, in the dtype of total, which is the one of grad."""
+    if grad.dtype != hidden.dtype and _mixed(hidden):
+        torch.addmm(total, grad.to(hidden.dtype).T, hidden, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(grad.T, hidden.to(grad.dtype))
+
+
+def _mixed(operand: torch.Tensor) -> bool:
+    """Whether float32 results of this operand's own dtype are to be had and wanted."""
+    return operand.is_cuda and operand.dtype == torch.bfloat16
+
+
+def _blocks(weight: torch.Tensor) -> Iterator[slice]:
+    return (slice(start, start + BLOCK) for start in range(0, len(weight), BLOCK))
