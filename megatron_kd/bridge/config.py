@@ -7,16 +7,19 @@ Costs nothing beyond importing Bridge.
 """
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from megatron.bridge.training.checkpointing import checkpoint_exists
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+from megatron.bridge.utils.instantiate_utils import (
+    InstantiationException,
+    instantiate,
+    register_allowed_target_prefix,
+)
 
 from megatron_kd.bridge.finalise import OverwrittenValue, check_final, finalise_preview
 from megatron_kd.bridge.overrides import UserValues, apply_settings
@@ -112,6 +115,8 @@ class KDConfig:
 def resolve_divergence(divergence: str) -> str | Callable:
     """Turns `kd.divergence` into what the loss takes: a known name as it is, `package.module:function` as a function.
 
+    A function's package must be on Bridge's allow-list of targets, because the name may stand in a YAML file.
+
     Raises:
         ConfigError: the name is not known, or the function cannot be imported.
     """
@@ -122,19 +127,10 @@ def resolve_divergence(divergence: str) -> str | Callable:
     if ":" not in divergence:
         known = ", ".join(sorted(DIVERGENCES))
         raise ConfigError(f"kd.divergence={divergence!r} is not known. Known: {known}; or package.module:function.")
-    return import_function(divergence, "kd.divergence")
-
-
-def import_function(path: str, what: str) -> Callable:
-    """Imports `package.module:function`, named in errors as `what`."""
-    module, _, name = path.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{what}={path!r} cannot be imported: {error}. Expected package.module:function.") from error
-    if not callable(function):
-        raise ConfigError(f"{what}={path!r} is a {type(function).__name__}, expected a function.")
-    return function
+        return instantiate({"_target_": divergence.replace(":", "."), "_call_": False})
+    except InstantiationException as error:
+        raise ConfigError(f"kd.divergence={divergence!r} cannot be had: {error}") from error
 
 
 @dataclass(kw_only=True)
@@ -192,18 +188,25 @@ def load_config(
     layers = [read_yaml(Path(config_file))] if config_file else []
     layers.append(read_arguments(overrides))
     asked_recipe, asked_student = (_take(layers, name) for name in ("recipe", "student"))
-    recipe = recipe if recipe is not None else asked_recipe
+    _take(layers, "_target_")  # of a saved configuration: the container's own class
     if recipe is None:
-        raise ConfigError("no recipe: give --recipe NAME, or put `recipe: NAME` on top of the YAML file.")
+        recipe = asked_recipe
+        if recipe is None:
+            raise ConfigError("no recipe: give --recipe NAME, or put `recipe: NAME` on top of the YAML file.")
+        if ":" in recipe and not recipe.startswith("hf:"):
+            raise ConfigError(f"recipe: {recipe} in a YAML file would import code. Give it as --recipe {recipe}.")
     cfg = KDConfigContainer.wrap(build_recipe(recipe, student or asked_student))
     use_run_dir(cfg, run_dir)
     return cfg, apply_settings(cfg, layers)
 
 
-def _take(layers: Sequence[Settings], name: str) -> Any:
-    """Removes one of our own top-level keys; the last layer's counts."""
-    given = [layer.tree.pop(name) for layer in layers if name in layer.tree]
-    return given[-1] if given else None
+def _take(layers: Sequence[Settings], name: str) -> str | None:
+    """Removes one of the top-level keys that are no sections; the last layer's counts."""
+    given = [(layer.tree.pop(name), layer.source((name,))) for layer in layers if name in layer.tree]
+    for value, source in given:
+        if not isinstance(value, str):
+            raise ConfigError(f"{source}: {name} expects text, found {value!r} ({type(value).__name__}).")
+    return given[-1][0] if given else None
 
 
 def use_run_dir(cfg: ConfigContainer, run_dir: Path | None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
+from megatron.bridge.training.utils.config_utils import apply_run_config_backward_compat
 from megatron.bridge.utils.instantiate_utils import InstantiationMode, instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -95,7 +96,7 @@ class _Applier:
         """What a field becomes: the same section, changed inside; a new section; or a plain value."""
         if isinstance(value, Mapping):
             if "_target_" in value:
-                return self._built(value, hint, key)
+                return self._built(current, value, hint, key)
             if current is None or isinstance(current, str):
                 current = self._opened(current, value, hint, key)
             if dataclasses.is_dataclass(current):
@@ -104,15 +105,21 @@ class _Applier:
             if isinstance(current, dict) or accepts(hint, dict):
                 return self._mapping(current or {}, value, hint, key)
         if value is not None or current is not None:
-            value = self._conform(value, hint, key)
+            value = self._conform(value, hint, key, current)
         self.values.record(dotted(key), value, self.source(key))
         return value
 
-    def _conform(self, value: Any, hint: Any, key: Key) -> Any:
+    def _conform(self, value: Any, hint: Any, key: Key, current: Any = None) -> Any:
         try:
             return conform(value, hint)
         except Mismatch:
-            found = "null" if value is None else f"{value!r} ({type(value).__name__})"
+            # Recipes go against annotations: model.rotary_base=150000.0 is int there, train.manual_gc_eval=100 bool.
+            if isinstance(current, float) and type(value) in (int, float):
+                return float(value)
+            if type(value) is type(current) and value == current:
+                return value
+            kind = type(value).__name__
+            found = "null" if value is None else kind if dataclasses.is_dataclass(value) else f"{value!r} ({kind})"
             text = f"{self.source(key)}: {dotted(key)} expects {describe(hint)}, found {found}."
             raise ConfigError(f"{text} Quote it to make it text." if accepts(hint, str) else text) from None
 
@@ -139,10 +146,11 @@ class _Applier:
             raise ConfigError(f"{self.source(key)}: {dotted(key)} was off; to use it set {', '.join(missing)} too.")
         return kinds[0](**{name: value[name] for name in needed})
 
-    def _built(self, value: Mapping, hint: Any, key: Key) -> Any:
+    def _built(self, current: Any, value: Mapping, hint: Any, key: Key) -> Any:
         """An object named by an allow-listed `_target_`. Not recorded: what is inside is finalised as Bridge likes."""
         try:
-            built = instantiate(dict(value), mode=InstantiationMode.STRICT)
+            # A saved configuration also holds fields that the constructor computes: Bridge's own reader drops them so.
+            built = instantiate(apply_run_config_backward_compat(dict(value)), mode=InstantiationMode.STRICT)
         except Exception as error:  # a target may raise anything
             raise ConfigError(
                 f"{self.source(key)}: {dotted(key)} cannot be built from its _target_: {error}"
@@ -151,9 +159,10 @@ class _Applier:
             hints = field_hints(type(built))
             for name, item in value.items():
                 if name in hints and not isinstance(item, Mapping) and item is not None:
-                    self._conform(item, hints[name], (*key, name))
+                    self._conform(item, hints[name], (*key, name), getattr(current, name, None))
         self.values.forget(dotted(key))
-        return self._conform(built, hint, key)
+        # Recipes hold Megatron's own classes where annotations name Bridge's: the class that is there will do too.
+        return built if isinstance(built, type(current)) else self._conform(built, hint, key)
 
 
 def field_hints(kind: type) -> dict[str, Any]:

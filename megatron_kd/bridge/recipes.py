@@ -8,12 +8,13 @@ use are written down here, and `student` replaces the hub's model in every recip
 
 import copy
 import difflib
-import logging
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.recipes.common import _pretrain_common
 from megatron.bridge.recipes.gpt_oss.h100.gpt_oss import gpt_oss_20b_pretrain_16gpu_h100_bf16_config
@@ -21,10 +22,8 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
 from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
 
-from megatron_kd.bridge.config import KDConfig, KDConfigContainer, import_function
+from megatron_kd.bridge.config import KDConfig, KDConfigContainer
 from megatron_kd.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 Recipe = Callable[[], ConfigContainer]
 _RECIPES: dict[str, Recipe] = {}
@@ -51,7 +50,7 @@ def build_recipe(what: str | Recipe | ConfigContainer, student: str | Path | Non
     if isinstance(what, ConfigContainer):
         return copy.deepcopy(what)
     if isinstance(what, str) and what.startswith("hf:"):
-        what, student = generic_pretrain_config, what.removeprefix("hf:")
+        what, student = any_model_config, what.removeprefix("hf:")
     function = what if callable(what) else _find(what)
     folder = None if student is None else _local_folder(student)
     with _architectures(folder):
@@ -73,7 +72,7 @@ def recipe_names() -> list[str]:
 
 def _find(name: str) -> Recipe:
     if ":" in name:
-        return import_function(name, "recipe")
+        return _imported(name)
     known = _bridge_recipes() | _RECIPES
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
@@ -83,6 +82,14 @@ def _find(name: str) -> Recipe:
             "package.module:function."
         )
     return known[name]
+
+
+def _imported(path: str) -> Recipe:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"recipe {path!r} cannot be imported: {error}. Expected package.module:function.") from error
 
 
 def _bridge_recipes() -> dict[str, Recipe]:
@@ -123,6 +130,20 @@ _ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "openai/gpt-oss-120b": lambda: GptOssConfig(
         architectures=["GptOssForCausalLM"], num_hidden_layers=36, num_local_experts=128, dtype="bfloat16"
+    ),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": lambda: LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+        dtype="bfloat16",
     ),
     "meta-llama/Meta-Llama-3.1-8B": lambda: LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -175,25 +196,26 @@ def _architectures(folder: str | None) -> Iterator[None]:
         AutoBridge.from_hf_pretrained = stock
 
 
-# ---- recipes -------------------------------------------------------------------------------------------------------
-
-
-def generic_pretrain_config() -> KDConfigContainer:
-    """Bridge's common pre-training settings around the student's own architecture: what `hf:FOLDER` names.
-
-    One rank, the model's own precision left to the YAML.
-    """
-    cfg = _pretrain_common()
-    cfg.model = AutoBridge.from_hf_pretrained("the student").to_megatron_provider(load_weights=False)
-    cfg.model.seq_length = cfg.dataset.seq_length
-    return KDConfigContainer.wrap(cfg, KDConfig())
+@recipe
+def smollm2_135m_pretrain_3cpu_fp32_kd_config() -> KDConfigContainer:
+    """SmolLM2-135M, or a pruned one, on three CPU ranks: TP=3 with sequence parallelism, as its 9 heads allow."""
+    cfg = _around("HuggingFaceTB/SmolLM2-135M-Instruct")
+    cfg.model.tensor_model_parallel_size = 3
+    cfg.model.sequence_parallel = True
+    cfg.model.seq_length = cfg.dataset.seq_length = 384
+    cfg.mixed_precision = None
+    cfg.model.bf16 = cfg.optimizer.bf16 = False
+    cfg.model.params_dtype = cfg.model.autocast_dtype = cfg.model.pipeline_dtype = torch.float32
+    cfg.train.micro_batch_size = 1
+    cfg.train.global_batch_size = 8
+    return cfg
 
 
 @recipe
 def gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config() -> KDConfigContainer:
-    """GPT-OSS 20B on one node of eight H200 at 32,768 tokens: TP=4 with sequence parallelism, EP=8.
+    """GPT-OSS 20B on one node of eight H200 at 32,768 tokens: TP=4 with sequence parallelism, EP=8, DP=2.
 
-    141 GB a GPU hold the student whole: no pipeline, so no bubble.
+    141 GB a GPU hold the student without a pipeline, so there is no bubble.
     """
     cfg = KDConfigContainer.wrap(gpt_oss_20b_pretrain_16gpu_h100_bf16_config(), KDConfig())
     cfg.model.tensor_model_parallel_size = 4
@@ -204,4 +226,17 @@ def gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config() -> KDConfigContainer:
     cfg.model.seq_length = cfg.dataset.seq_length = 32768
     cfg.train.micro_batch_size = 1
     cfg.train.global_batch_size = 64
+    return cfg
+
+
+def any_model_config() -> KDConfigContainer:
+    """Bridge's common pre-training settings around the student's own architecture: what `hf:FOLDER` names."""
+    return _around("a student")
+
+
+def _around(model: str) -> KDConfigContainer:
+    cfg = KDConfigContainer.wrap(_pretrain_common(), KDConfig())
+    cfg.model = AutoBridge.from_hf_pretrained(model).to_megatron_provider(load_weights=False)
+    cfg.model.seq_length = cfg.dataset.seq_length
+    cfg.tokenizer.tokenizer_model = model
     return cfg
