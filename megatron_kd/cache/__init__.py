@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The offline teacher cache: top-K log-probabilities and tail mass for every token of a corpus. No torch needed."""
 
-from megatron_kd.cache.corpus import Corpus, DocumentUnits, UnitSource, cut_tiles, note_tokenizer
+from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits, UnitSource, cut_tiles, note_tokenizer
 from megatron_kd.cache.errors import (
     CacheError,
     CorpusError,
@@ -31,6 +31,7 @@ __all__ = [
     "CorruptBlock",
     "CorruptFile",
     "DocumentUnits",
+    "FirstUnits",
     "EchoMismatch",
     "FutureVersion",
     "IdentityMismatch",

@@ -46,6 +46,7 @@ class Corpus:
     def __init__(self, prefix: str | Path):
         self.prefix = str(prefix)
         self._idx, self._bin = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
+        self._digests: dict[Path, str] = {}
         for path in (self._idx, self._bin):
             if not path.is_file():
                 raise CorpusError(
@@ -109,11 +110,16 @@ class Corpus:
 
     def index_digest(self) -> str:
         """xxh3-128 of the `.idx` file."""
-        return digest_file(self._idx)
+        return self._digest(self._idx)
 
     def data_digest(self) -> str:
-        """xxh3-128 of the `.bin` file (streamed: seconds per 10 GB)."""
-        return digest_file(self._bin)
+        """xxh3-128 of the `.bin` file (streamed: seconds per 10 GB; done once)."""
+        return self._digest(self._bin)
+
+    def _digest(self, path: Path) -> str:
+        if path not in self._digests:
+            self._digests[path] = digest_file(path)
+        return self._digests[path]
 
     def tokenizer(self) -> dict[str, Any] | None:
         """What `note_tokenizer` stored beside the corpus, or None if nobody did."""
@@ -152,18 +158,13 @@ class UnitSource(Protocol):
 
 
 class DocumentUnits:
-    """Each sequence of a corpus is a unit.
-
-    Args:
-        corpus: the corpus.
-        limit: take only the first `limit` sequences (a trial cache).
-    """
+    """Each sequence of a corpus is a unit."""
 
     kind = "document"
 
-    def __init__(self, corpus: Corpus, *, limit: int | None = None):
+    def __init__(self, corpus: Corpus):
         self.corpus = corpus
-        self.lengths = corpus.lengths[:limit].astype(np.int64)
+        self.lengths = corpus.lengths.astype(np.int64)
 
     def tokens(self, unit: int) -> np.ndarray:
         """Token ids of one sequence."""
@@ -181,6 +182,24 @@ class DocumentUnits:
         }
         tokenizer = self.corpus.tokenizer()
         return identity | {"tokenizer": tokenizer} if tokenizer else identity
+
+
+class FirstUnits:
+    """The first `limit` units of a source, for a trial cache; the manifest says so."""
+
+    def __init__(self, units: UnitSource, limit: int):
+        if limit < 1:
+            raise CorpusError(f"at least one unit is needed, limit is {limit}")
+        self.kind, self.lengths, self._units = units.kind, units.lengths[:limit], units
+
+    def tokens(self, unit: int) -> np.ndarray:
+        """Token ids of one unit."""
+        return self._units.tokens(unit)
+
+    def identity(self) -> dict[str, Any]:
+        """Identity of the whole source, with the number of units taken."""
+        identity = self._units.identity()
+        return identity | {"units": identity.get("units", {}) | {"limit": len(self.lengths)}}
 
 
 def cut_tiles(lengths: np.ndarray, tile_tokens: int) -> np.ndarray:

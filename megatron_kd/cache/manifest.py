@@ -31,9 +31,9 @@ class Manifest:
     corpus: dict[str, Any]
     """`index_digest`, `data_digest`, `n_tokens`, `n_units` of the indexed dataset (free for other unit sources)."""
     units: dict[str, Any]
-    """`kind`, `count`, `digest` of the lengths, and what else the source pins (seed, length, ...)."""
+    """`kind`, `count`, `digest` of the lengths, and what else the source pins (seed, ...)."""
     context: dict[str, Any]
-    """What the teacher saw before each token: `{"kind": "unit"}`, or `{"kind": "window", "window": W, "stride": S}`."""
+    """What the teacher saw before a token: `{"kind": "unit"}`, or `{"kind": "window", "window": W, "stride": S}`."""
     tokenizer: dict[str, Any]
     """See `tokenizer_identity`; empty if unknown."""
     teacher: dict[str, Any]

@@ -73,9 +73,9 @@ def fill(writer: CacheWriter, units: DocumentUnits, tiles: list[int]) -> None:
         writer.write_tile(tile, teacher_rows(tokens, writer.manifest.top_k, tuple(writer.manifest.temperatures)))
 
 
-def build(path: Path, corpus: Corpus, *, seal: bool = True, limit: int | None = None, **settings) -> CacheWriter:
+def build(path: Path, corpus: Corpus, *, seal: bool = True, **settings) -> CacheWriter:
     settings = {"top_k": 100, "vocab_real": VOCAB, "vocab_padded": VOCAB, "tile_tokens": 4000} | settings
-    units = DocumentUnits(corpus, limit=limit)
+    units = DocumentUnits(corpus)
     manifest, tiles = make_manifest(units, teacher=TEACHER, tokenizer=TOKENIZER, **settings)
     writer = CacheWriter(path, manifest, tiles)
     fill(writer, units, writer.todo())

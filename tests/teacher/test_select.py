@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strip-wise selection against a dense fp64 log-softmax."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_kd.teacher.select import ranked_top_k, select_top_k
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.bytes = max(self.bytes, tensor.numel() * tensor.element_size())
+        return result
+
+
+def problem(n, hidden, rows, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(n, hidden, generator=generator, dtype=torch.float64).to(dtype),
+        (torch.randn(rows, hidden, generator=generator, dtype=torch.float64) * 0.7).to(dtype),
+    )
+
+
+def dense(hidden, weight, vocab_real, top_k, temperatures, bias=0.0):
+    """fp64, whole grid, sorted in numpy by (value descending, id ascending)."""
+    logits = (hidden.double() @ weight.double().T + bias)[:, :vocab_real]
+    logp = logits.log_softmax(-1).numpy()
+    ids = np.lexsort((np.broadcast_to(np.arange(vocab_real), logp.shape), -logp), axis=-1)
+    ranked = np.take_along_axis(logp, ids, -1)
+    rest = ranked[:, top_k:]
+    with np.errstate(divide="ignore"):
+        tails = [np.log(np.exp(rest / t).sum(-1)) for t in (1.0, *temperatures)]
+    return ids[:, :top_k], ranked[:, :top_k], tails[0], np.stack(tails[1:], -1), logp
+
+
+@pytest.mark.parametrize("strip_tokens", [1, 7, 64, None])
+@pytest.mark.parametrize("top_k,vocab_real,rows", [(10, 507, 512), (1, 507, 507), (507, 507, 512)])
+def test_equal_to_the_dense_log_softmax_in_fp64(strip_tokens, top_k, vocab_real, rows):
+    hidden, weight = problem(37, 16, rows)
+    bias = torch.linspace(-1, 1, rows, dtype=torch.float64)
+    bias[vocab_real:] = 50  # padding would win every place
+    labels = torch.arange(37) * 13 % vocab_real
+    labels[5] = -1
+    got = select_top_k(
+        hidden,
+        weight,
+        vocab_real=vocab_real,
+        top_k=top_k,
+        temperatures=(2.0, 0.5),
+        strip_tokens=strip_tokens,
+        bias=bias,
+        labels=labels,
+    )
+    ids, logprobs, log_tail, tail_T, logp = dense(hidden, weight, vocab_real, top_k, (2.0, 0.5), bias)
+    np.testing.assert_array_equal(got.ids, ids)
+    np.testing.assert_allclose(got.logprobs, logprobs, atol=1e-12)
+    np.testing.assert_allclose(got.log_tail, log_tail, atol=1e-12)
+    np.testing.assert_allclose(got.tail_T, tail_T, atol=1e-12)
+    own = logp[np.arange(37), labels.clamp(min=0)]
+    own[5] = 0
+    np.testing.assert_allclose(got.label_logprobs, own, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_inputs_lose_nothing_but_their_own_rounding(dtype):
+    """Products of the given values are taken and summed in fp32, however narrow the inputs are."""
+    hidden, weight = problem(64, 64, 40_000, dtype)
+    got = select_top_k(hidden, weight, vocab_real=40_000, top_k=50, temperatures=(2.0,))
+    _, logprobs, log_tail, tail_T, logp = dense(hidden, weight, 40_000, 50, (2.0,))
+    np.testing.assert_allclose(got.logprobs, logprobs, atol=2e-5)
+    np.testing.assert_allclose(got.log_tail, log_tail, atol=2e-5)
+    np.testing.assert_allclose(got.tail_T, tail_T, atol=2e-5)
+    np.testing.assert_allclose(np.take_along_axis(logp, got.ids.numpy(), -1), logprobs, atol=2e-5)
+
+
+def test_the_tail_is_summed_and_not_derived():
+    """With mass 1 - 1e-12 in the top entry, 1 - sum in fp32 is 0 or noise; the sum over the tail is right to 1e-5."""
+    weight = torch.zeros(1000, 4)
+    weight[7] = 1.0
+    hidden = torch.full((3, 4), 9.0)
+    got = select_top_k(hidden, weight, vocab_real=1000, top_k=5)
+    expected = np.log(995) - np.log(np.exp(36.0) + 999)
+    np.testing.assert_allclose(got.log_tail, expected, rtol=1e-6)
+
+
+def test_ties_are_broken_by_id_inside_and_at_the_cut():
+    """Logits of three values only, so that every row ties in the middle of its top K and across the cut."""
+    logits = torch.randint(0, 3, (200, 97), generator=torch.Generator().manual_seed(0)).float()
+    logits[0] = -torch.inf
+    logits[0, 50] = 1.0  # fewer finite entries than K
+    for top_k in (1, 5, 40, 96, 97):
+        values, ids = ranked_top_k(logits.clone(), top_k)
+        expected = np.lexsort((np.broadcast_to(np.arange(97), logits.shape), -logits.numpy()), axis=-1)[:, :top_k]
+        np.testing.assert_array_equal(ids, expected)
+        np.testing.assert_array_equal(values, np.take_along_axis(logits.numpy(), expected, -1))
+
+
+def test_no_argument_is_modified():
+    hidden, weight = problem(9, 8, 40, torch.float32)
+    before = hidden.clone(), weight.clone()
+    select_top_k(hidden, weight, vocab_real=39, top_k=3, temperatures=(2.0,))
+    assert torch.equal(hidden, before[0]) and torch.equal(weight, before[1])
+
+
+@pytest.mark.parametrize("n,vocab,strip", [(512, 201_088, 16), (32_768, 3000, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_largest_tensor_is_one_strip(n, vocab, strip, dtype):
+    """GPT-OSS's vocabulary, and 32K positions: nothing larger than a strip or the weight is ever made."""
+    if dtype == torch.bfloat16 and n > 1000:
+        n = 4096  # the same code path; the full length is covered in fp32
+    hidden, weight = torch.randn(n, 8).to(dtype), torch.randn(vocab, 8).to(dtype)
+    with LargestTensor() as largest:
+        select_top_k(hidden, weight, vocab_real=vocab - 8, top_k=20, strip_tokens=strip, temperatures=(2.0,))
+    results = n * 20 * 8
+    assert strip * (vocab - 8) * 4 <= largest.bytes <= max(strip * vocab * 4, weight.nbytes, results)
+    assert largest.bytes < n * vocab * 4 / 10
+
+
+def test_logits_that_are_nan_are_an_error():
+    hidden, weight = problem(9, 8, 40, torch.float32)
+    weight[3] = torch.nan
+    with pytest.raises(FloatingPointError, match="NaN"):
+        select_top_k(hidden, weight, vocab_real=40, top_k=3)
+    with pytest.raises(ValueError, match="found 41, 40, 40"):
+        select_top_k(hidden, weight, vocab_real=40, top_k=41)
