@@ -5,8 +5,6 @@
 the ranks. Importing this package patches nothing.
 """
 
-from typing import Any
-
 from megatron_kd.dryrun.launch import RankFailed, Ranks, run_ranks, start_ranks
 from megatron_kd.dryrun.prepare import Change, prepare, prepare_model
 

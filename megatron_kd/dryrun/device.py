@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes this process believe that its CPU is a GPU, so that the stock Megatron-Bridge loop runs on it over gloo.
 
-In: nothing but the call of `enable`. Out: patched `torch.cuda`, `torch.distributed` and Megatron names, for the life of
-the process, and megatron.bridge imported (about 25 s, once). Cost afterwards: a few microseconds per torch call for
-redirecting device arguments. Nothing is patched by importing this module.
+In: nothing but the call of `enable`. Out: patched `torch.cuda`, `torch.distributed` and Megatron names, for the life
+of the process, and megatron.bridge imported (about 25 s, once). Cost afterwards: a few microseconds per torch call
+for redirecting device arguments. Nothing is patched by importing this module.
 """
 
 import builtins
@@ -227,7 +227,7 @@ def _tensor_patches() -> list[Patch]:
         Patch(torch.nn.Module, "cuda", same, "it is there already"),
         Patch(torch.Tensor, "pin_memory", same, "no copy to a GPU follows"),
         Patch(torch.Tensor, "record_stream", _returns(None), "every call is finished when it returns"),
-        Patch(torch.Tensor, "type", type_as_on_gpu, "Megatron's optimizers sort parameters by 'torch.cuda.FloatTensor'"),
+        Patch(torch.Tensor, "type", type_as_on_gpu, "Megatron's optimizers sort parameters by it"),
         Patch(
             torch.optim.Optimizer,
             "_accelerator_graph_capture_health_check",
@@ -274,7 +274,7 @@ def _import_megatron_bridge() -> None:
 
 @contextlib.contextmanager
 def _placeholder_transformer_engine(importer: str) -> Iterator[None]:
-    """While active, Transformer Engine imported by the module `importer` is an empty shell; all others see the truth."""
+    """While active, the module `importer` gets an empty shell as Transformer Engine; all others see the truth."""
     shell = types.SimpleNamespace
     classes = {name: type(name, (torch.nn.Module,), {}) for name in ("Linear", "LayerNormLinear", "Sequential")}
     ops = shell(Sequential=classes.pop("Sequential"))
@@ -319,7 +319,7 @@ def _megatron_patches() -> list[Patch]:
             )
             for name in ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region")
         ),
-        Patch(random, "_set_cuda_rng_state", set_state, "it reaches for the GPU's generator past torch.cuda's functions"),
+        Patch(random, "_set_cuda_rng_state", set_state, "it reaches past torch.cuda for the GPU's generator"),
         Patch(
             initialize,
             "compile_helpers",

@@ -197,9 +197,7 @@ def _rendezvous(world_size: int) -> dict[str, str]:
     }
 
 
-def _rank_main(
-    pipe: multiprocessing.connection.Connection, work: bytes, env: dict[str, str], log_path: Path
-) -> None:
+def _rank_main(pipe: multiprocessing.connection.Connection, work: bytes, env: dict[str, str], log_path: Path) -> None:
     os.setpgid(0, 0)  # so that one signal reaches what this rank starts
     threading.Thread(target=_die_with_parent, daemon=True).start()
     _redirect_output(log_path)

@@ -9,6 +9,7 @@ Shape legend: S query positions of this rank, T key positions of the whole seque
 rank, G key/value groups of this rank, R = N / G, D channels of a head.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -17,11 +18,12 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
@@ -32,7 +34,7 @@ class UnsupportedOnCpu(NotImplementedError):
 
 
 def cpu_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """What a Bridge provider takes as `transformer_layer_spec`: Megatron's local block, with our norm and attention."""
+    """What a Bridge provider takes as `transformer_layer_spec`: Megatron's local block with our modules."""
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=False,
@@ -47,15 +49,34 @@ def cpu_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tr
 
 
 def _use_our_modules(layer: ModuleSpec) -> None:
-    layer.submodules.input_layernorm = CpuNorm
-    if layer.submodules.pre_mlp_layernorm is not IdentityOp:
-        layer.submodules.pre_mlp_layernorm = CpuNorm
-    attention: SelfAttentionSubmodules = layer.submodules.self_attention.submodules
+    attention = layer.submodules.self_attention.submodules
     attention.core_attention = CpuAttention
+    for owner in (layer.submodules, attention):
+        for name, module in vars(owner).items():
+            if module is WrappedTorchNorm:
+                setattr(owner, name, CpuNorm)
+    mlp = layer.submodules.mlp  # functools.partial of the dense or the mixture-of-experts layer
+    if mlp.func is MoELayer:
+        experts = mlp.keywords["submodules"].experts
+        mlp.keywords["submodules"].experts = functools.partial(CpuExperts, *experts.args, **experts.keywords)
+
+
+class CpuExperts(SequentialMLP):
+    """Megatron's experts one after another, with a right gradient for the bias of their second layer.
+
+    RowParallelLinear marks its bias as replicated over sequence shards, and Megatron sums the gradients of such
+    parameters over tensor parallelism. Experts are data parallel over those ranks: their gradients are summed already.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for expert in self.local_experts:
+            if expert.linear_fc2.bias is not None:
+                expert.linear_fc2.bias.sequence_parallel = False
 
 
 class CpuNorm:
-    """torch's RMSNorm or LayerNorm, its parameters marked so that Megatron sums their gradients over sequence shards."""
+    """torch's RMSNorm or LayerNorm, marked so that Megatron sums its gradients over sequence shards."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
         norms = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
@@ -168,7 +189,7 @@ class CpuAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The softmax offset as a checkpoint entry sharded over tensor parallelism, as Megatron's own attention does."""
+        """The softmax offset as a checkpoint entry, sharded over tensor parallelism as Megatron's own."""
         state = self.state_dict(prefix="", keep_vars=True) if self.config.softmax_type == "learnable" else {}
         return make_sharded_tensors_for_checkpoint(
             state,

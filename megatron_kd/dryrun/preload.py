@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported by the fork server, once: pays for torch, Megatron and Bridge (about 25 s) so that each rank starts at once.
+"""Imported by the fork server, once: pays for torch, Megatron and Bridge (about 25 s), so that ranks start at once.
 
 One thread per process throughout: a process that has started threads cannot be forked safely.
 """
