@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward step that Megatron-Bridge's loop calls for every micro-batch when it distils.
+
+It is Bridge's own ``gpt_step.forward_step`` (batch, context-parallel slicing, timers, FLOPs), given an iterator that
+keeps the teacher's key back and a model that passes the output processor on. What the last pipeline stage reports:
+``lm loss``, ``kd loss`` and ``total loss`` as (sum, tokens) pairs, which Bridge averages over data-parallel ranks and
+sends to console, TensorBoard, W&B and MLflow.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.bridge.training import gpt_step
+from megatron.bridge.training.losses import masked_next_token_loss
+from megatron.bridge.training.state import GlobalState
+from megatron.bridge.training.utils.pg_utils import get_pg_collection
+from megatron.core.pipeline_parallel.utils import is_pp_last_stage
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from megatron_kd.bridge.config import KDConfig
+from megatron_kd.bridge.dataset import KEY
+from megatron_kd.bridge.output import DivergenceOutput
+from megatron_kd.bridge.teacher_feed import LookAhead, TeacherFeed
+from megatron_kd.loss import LossSums
+
+
+class KDForwardStep:
+    """Forward step of a distillation run.
+
+    Args:
+        kd: Settings of the loss.
+        feed: Where teacher rows come from.
+    """
+
+    def __init__(self, kd: KDConfig, feed: TeacherFeed):
+        self.kd = kd
+        self.feed = feed
+
+    def __call__(
+        self,
+        state: GlobalState,
+        data_iterator: RerunDataIterator,
+        model: torch.nn.Module,
+        return_schedule_plan: bool = False,
+    ) -> tuple[torch.Tensor, Callable]:
+        """Run the model on the next micro-batch.
+
+        Returns:
+            The model's output (on the last stage the summed loss, 0-dim) and the function that turns it into
+            (loss sum, token count, report).
+        """
+        groups = get_pg_collection(model)
+        output = DivergenceOutput(self.kd, self.feed.vocab_size)
+        needs_teacher = is_pp_last_stage(groups.pp)
+
+        def keep_rows(batch: dict[str, Any]) -> None:
+            output.teacher = self.feed.take(batch)
+
+        if needs_teacher:
+            self.feed.partition = partial(cp_positions, group=groups.cp)
+            look_ahead(data_iterator, self.feed)
+        batches = WithoutKey(data_iterator, keep_rows if needs_teacher else None)
+        tensor, _ = gpt_step.forward_step(state, batches, WithProcessor(model, output), return_schedule_plan)
+        rerun = state.cfg.rerun_state_machine
+        return tensor, partial(
+            reported_loss,
+            output,
+            check_for_nan_in_loss=rerun.check_for_nan_in_loss,
+            check_for_spiky_loss=rerun.check_for_spiky_loss,
+        )
+
+
+class WithoutKey:
+    """The batches of ``data_iterator`` without the teacher's key, which the stock code would trip over.
+
+    ``on_batch`` receives each batch with its key first, on the host and whole.
+    """
+
+    def __init__(self, data_iterator: Iterator[dict[str, Any]], on_batch: Callable[[dict[str, Any]], None] | None):
+        self._iterator = data_iterator
+        self._on_batch = on_batch
+
+    def __iter__(self) -> "WithoutKey":
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        batch = next(self._iterator)
+        if self._on_batch is not None:
+            self._on_batch(batch)
+        return {key: value for key, value in batch.items() if key != KEY}
+
+
+class WithProcessor:
+    """A model that is called with ``output_processor``; everything else is the model's own."""
+
+    def __init__(self, model: torch.nn.Module, output: DivergenceOutput):
+        self._model = model
+        self._output = output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._model(*args, **kwargs, output_processor=self._output)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def reported_loss(
+    output: DivergenceOutput, tensor: torch.Tensor, *, check_for_nan_in_loss: bool, check_for_spiky_loss: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Bridge's contract for a loss function, with its own checks for NaN, infinity and spikes.
+
+    Returns:
+        Loss sum (0-dim, carries the gradient), token count (int32), and per name a float32 [2]: sum, token count.
+    """
+    one = torch.ones(1, device=tensor.device)
+    loss, _, _ = masked_next_token_loss(one, tensor, check_for_nan_in_loss, check_for_spiky_loss)
+    sums: LossSums = output.sums
+    count = output.teacher.token_weight.sum().to(torch.int).to(tensor.device)
+    named = {"lm loss": sums.ce, "kd loss": sums.kd, "total loss": sums.total}
+    return loss, count, {name: torch.stack([value.detach().float(), count.float()]) for name, value in named.items()}
+
+
+def look_ahead(data_iterator: RerunDataIterator, feed: TeacherFeed) -> None:
+    """Put the reader's look-ahead under Bridge's rerun iterator, once."""
+    if feed.read_ahead and not isinstance(data_iterator.iterable, LookAhead):
+        data_iterator.iterable = LookAhead(data_iterator.iterable, feed)
+
+
+def cp_positions(length: int, *, group: torch.distributed.ProcessGroup) -> np.ndarray:
+    """Positions of a sample that this context-parallel rank computes, by Megatron's own partition: int64 [n]."""
+    positions = {"positions": torch.arange(length).unsqueeze(0)}
+    return get_batch_on_this_cp_rank(positions, is_hybrid_cp=False, cp_group=group)["positions"][0].cpu().numpy()

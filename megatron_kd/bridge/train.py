@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training run in the real Megatron-Bridge loop, on this process's rank.
+
+With ``cfg.kd`` the student learns from the teacher cache; without it, it is Megatron's default loss and nothing of ours
+takes part. Everything that can be refused is refused before the model is built.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.training import gpt_step
+from megatron.bridge.training.callbacks import Callback
+from megatron.bridge.training.pretrain import pretrain
+from transformers import AutoTokenizer
+
+from megatron_kd.bridge.callbacks import FinalValues, VocabularyCheck
+from megatron_kd.bridge.config import KDConfigContainer, UserValues, refuse_unsupported
+from megatron_kd.bridge.dataset import keyed_datasets
+from megatron_kd.bridge.step import KDForwardStep
+from megatron_kd.bridge.teacher_feed import SYNTHETIC, CacheFeed, SyntheticFeed, TeacherFeed
+from megatron_kd.cache import CacheReader, tokenizer_identity
+
+logger = logging.getLogger(__name__)
+
+
+def train(cfg: KDConfigContainer, user_values: UserValues | None = None, callbacks: Sequence[Callback] = ()) -> None:
+    """Train with ``cfg`` from its first iteration, or from where ``cfg.checkpoint.load`` left off.
+
+    Args:
+        cfg: A Bridge configuration; ``cfg.kd`` None trains with Megatron's default loss.
+        user_values: What the user set, to make sure that it is what the run uses.
+        callbacks: Further Bridge callbacks.
+
+    Raises:
+        UserError: If the configuration asks for what is not supported, or Bridge changed a value the user set.
+        CacheError: If the cache is missing, damaged, or does not fit the run.
+    """
+    refuse_unsupported(cfg)
+    callbacks = [*([FinalValues(user_values)] if user_values else []), *callbacks]
+    if cfg.kd is None:
+        pretrain(cfg, gpt_step.forward_step, callbacks=callbacks)
+        return
+    feed = open_feed(cfg)
+    with keyed_datasets(feed.bind):
+        pretrain(cfg, KDForwardStep(cfg.kd, feed), callbacks=[VocabularyCheck(feed.vocab_size), *callbacks])
+
+
+def open_feed(cfg: KDConfigContainer) -> TeacherFeed:
+    """Open the caches that ``cfg.kd.cache`` names."""
+    kd = cfg.kd
+    if kd.cache == SYNTHETIC:
+        return SyntheticFeed(top_k=kd.top_k, vocab_size=cfg.model.vocab_size)
+    paths = [kd.cache] if isinstance(kd.cache, str) else kd.cache
+    return CacheFeed(
+        [CacheReader(Path(path), check_blocks=kd.check_blocks) for path in paths],
+        top_k=kd.top_k,
+        temperature=kd.temperature,
+        tokenizer=run_tokenizer(cfg),
+        read_ahead=kd.read_ahead,
+    )
+
+
+def run_tokenizer(cfg: KDConfigContainer) -> dict[str, Any] | None:
+    """Identity of the run's tokenizer; None for one without content (``NullTokenizer``).
+
+    The chat template is left out: in pretraining data it plays no part.
+    """
+    if cfg.tokenizer.tokenizer_type != "HuggingFaceTokenizer":
+        return None
+    identity = tokenizer_identity(AutoTokenizer.from_pretrained(cfg.tokenizer.tokenizer_model))
+    return {name: identity[name] for name in ("digest", "vocab_size")}
