@@ -3,6 +3,7 @@
 
 from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits, UnitSource, cut_tiles, note_tokenizer
 from megatron_kd.cache.errors import (
+    BadSetting,
     CacheError,
     CorpusError,
     CorruptBlock,
@@ -23,6 +24,7 @@ from megatron_kd.cache.reader import CacheReader, Rows, check_echo
 from megatron_kd.cache.writer import CacheWriter, TileBuffer
 
 __all__ = [
+    "BadSetting",
     "CacheError",
     "CacheReader",
     "CacheWriter",

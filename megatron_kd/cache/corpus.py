@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_kd.cache.errors import CorpusError
+from megatron_kd.cache.errors import BadSetting, CorpusError
 from megatron_kd.cache.files import digest_bytes, digest_file, read_bounded, read_exact
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -216,7 +216,7 @@ def cut_tiles(lengths: np.ndarray, tile_tokens: int) -> np.ndarray:
     if total == 0:
         raise CorpusError("the units hold no tokens: there is nothing to cache")
     if tile_tokens < 1:
-        raise ValueError(f"tile_tokens must be at least 1, found {tile_tokens}")
+        raise BadSetting(f"tile_tokens must be at least 1, found {tile_tokens}")
     marks = np.arange(tile_tokens, total, tile_tokens, dtype=np.int64)
     last_units = np.unique(np.append(np.searchsorted(ends, marks), len(ends) - 1))
     tiles = np.zeros((len(last_units) + 1, 2), np.int64)

@@ -56,5 +56,9 @@ class Incomplete(CacheError):
     """A tile or a cache is not complete, so it cannot be committed or sealed."""
 
 
+class BadSetting(CacheError):
+    """A setting that no cache can have."""
+
+
 class CorpusError(CacheError):
     """A Megatron indexed dataset is missing, damaged or not plain text tokens."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_kd.cache.corpus import UnitSource, cut_tiles, unit_table_digest
-from megatron_kd.cache.errors import CorruptFile, FutureVersion, IdentityMismatch, NotACache
+from megatron_kd.cache.errors import BadSetting, CorruptFile, FutureVersion, IdentityMismatch, NotACache
 from megatron_kd.cache.files import decode_record, digest_bytes, encode_record, parse_json
 from megatron_kd.cache.layout import FORMAT_VERSION, VALUE_DTYPES, RowFormat, id_hi_bits
 
@@ -154,9 +154,16 @@ def make_manifest(
 
     Returns:
         The manifest and the tile table int64 [n_tiles + 1, 2] (see `cut_tiles`).
+
+    Raises:
+        BadSetting: a setting out of its range.
     """
     if not 1 <= top_k <= vocab_real:
-        raise ValueError(f"top_k must lie in [1, vocab_real = {vocab_real}], found {top_k}")
+        raise BadSetting(f"top_k must lie in [1, {vocab_real}], the real vocabulary; found {top_k}")
+    if bad := [t for t in temperatures if not 0 < t < 1e6]:
+        raise BadSetting(f"temperatures must be positive, found {bad}")
+    if values not in VALUE_DTYPES:
+        raise BadSetting(f"values must be one of {sorted(VALUE_DTYPES)}, found {values!r}")
     tiles = cut_tiles(units.lengths, tile_tokens)
     identity = units.identity()
     manifest = Manifest(

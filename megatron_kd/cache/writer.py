@@ -14,6 +14,7 @@ its commit record is valid; a killed writer loses at most the tile it was fillin
     writer.seal()
 """
 
+import contextlib
 import logging
 import os
 import time
@@ -41,6 +42,7 @@ from megatron_kd.cache.shard import Shard
 
 logger = logging.getLogger(__name__)
 
+_STALE_S = 3600.0
 _FOLDERS = ("shards", "commits", "tmp", "quarantine")
 _COMMIT_FIELDS = {"tile", "rows", "bytes", "digest", "manifest", "writer"}
 
@@ -149,6 +151,7 @@ class CacheWriter:
         decode_tiles(encode_tiles(tiles), manifest, "the tile table")
         self._create()
         self._join()
+        self._sweep()
 
     def _create(self) -> None:
         """Make the folder whole under another name first: a folder that can be seen has a manifest."""
@@ -186,6 +189,15 @@ class CacheWriter:
                 + "\nUse the same settings, or another folder"
             )
         decode_tiles((self.path / "tiles.npy").read_bytes(), self.manifest, str(self.path / "tiles.npy"))
+
+    def _sweep(self) -> None:
+        """Remove temporary files that dead writers of this node left more than an hour ago."""
+        for entry in os.scandir(self.path / "tmp"):
+            *_, node, pid, _ = ["", "", *entry.name.rsplit(".", 2)]
+            with contextlib.suppress(FileNotFoundError):
+                old = time.time() - entry.stat().st_mtime > _STALE_S
+                if old and node.endswith(node_name()) and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+                    os.unlink(entry)
 
     def todo(self) -> list[int]:
         """Tiles without a valid commit; a complete shard whose writer died before committing it is committed here."""

@@ -249,6 +249,12 @@ def teacher_rows(
         yield from _split(rows, batch, tokens, manifest)
 
 
+def unit_rows(teacher: HuggingFaceTeacher, units: UnitSource, unit: int, manifest: Manifest) -> dict[str, np.ndarray]:
+    """All rows of one unit, as the arguments of `TileBuffer.put`."""
+    parts = sorted(teacher_rows(teacher, units, range(unit, unit + 1), manifest), key=lambda part: part[0])
+    return {name: np.concatenate([planes[name] for _, planes in parts]) for name in parts[0][1]}
+
+
 def _piece_tokens(teacher: HuggingFaceTeacher, units: UnitSource, piece: Piece) -> np.ndarray:
     tokens = units.tokens(piece.unit)[piece.start : piece.stop].astype(np.int64)
     if len(tokens) != piece.length:

@@ -16,7 +16,7 @@ import torch
 
 from megatron_kd.cache.files import digest_bytes, digest_file
 from megatron_kd.cache.manifest import tokenizer_identity
-from megatron_kd.teacher.errors import TeacherError
+from megatron_kd.teacher.errors import ImplausibleTeacher, TeacherError
 from megatron_kd.teacher.select import Selection, project, select_top_k
 
 logger = logging.getLogger(__name__)
@@ -142,17 +142,20 @@ class HuggingFaceTeacher:
         labels: torch.Tensor | None = None,
     ) -> Selection:
         """Teacher rows of hidden states [N, H]; see `select_top_k`."""
-        return select_top_k(
-            hidden,
-            self._weight,
-            vocab_real=self.vocab_real,
-            top_k=top_k,
-            temperatures=temperatures,
-            strip_tokens=strip_tokens,
-            bias=self._bias,
-            transform=self._transform,
-            labels=labels,
-        )
+        try:
+            return select_top_k(
+                hidden,
+                self._weight,
+                vocab_real=self.vocab_real,
+                top_k=top_k,
+                temperatures=temperatures,
+                strip_tokens=strip_tokens,
+                bias=self._bias,
+                transform=self._transform,
+                labels=labels,
+            )
+        except FloatingPointError as error:
+            raise ImplausibleTeacher(f"{self.name} in {self.identity['dtype']}: {error}. Try float32") from error
 
     @torch.no_grad()
     def _check_projection(self) -> None:

@@ -72,6 +72,8 @@ def select_top_k(
         raise ValueError(
             f"need 1 <= top_k <= vocab_real <= weight rows, found {top_k}, {vocab_real}, {weight.shape[0]}"
         )
+    if strip_tokens is not None and strip_tokens < 1:
+        raise ValueError(f"strip_tokens must be at least 1, found {strip_tokens}")
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     n, device = hidden.shape[0], hidden.device
     strip = strip_tokens or max(1, _STRIP_ELEMENTS // vocab_real)

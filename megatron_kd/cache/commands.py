@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-kd cache build | info | verify`: arguments, and what is printed.
+
+In: the command line. Out: text and an exit status. Torch and transformers are imported only when a teacher has to run.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits, UnitSource
+from megatron_kd.cache.errors import CacheError
+from megatron_kd.cache.manifest import expect
+from megatron_kd.cache.reader import check_seal, load_cache
+from megatron_kd.cache.verify import LEVELS, verify
+from megatron_kd.cache.writer import read_commit
+
+_EXAMPLES = {
+    "cache": """\
+examples:
+  megatron-kd cache build --teacher openai/gpt-oss-120b --corpus data/train_text_document --out caches/train
+  megatron-kd cache info caches/train
+  megatron-kd cache verify caches/train --level checksums
+""",
+    "build": """\
+An interrupted build continues with the same command: only tiles without a commit record are computed.
+
+examples:
+  # top 100, serving temperatures 1 and 2
+  megatron-kd cache build --teacher ./gpt-oss-20b --dtype bfloat16 --corpus data/train_text_document \\
+      --out caches/train --temperature 2
+
+  # a trial on the first 100 documents
+  megatron-kd cache build --teacher ./gpt-oss-20b --corpus data/train_text_document --out caches/trial --limit 100
+
+  # eight writers under Slurm; the last one to finish seals the cache
+  srun --ntasks 8 bash -c 'megatron-kd cache build ... --writer $SLURM_PROCID/$SLURM_NTASKS'
+""",
+    "info": """\
+examples:
+  megatron-kd cache info caches/train
+  megatron-kd cache info caches/train --json
+""",
+    "verify": """\
+levels, each with those before it:
+  commits    manifest, tile table, seal, commit records
+  header     header and size of every shard
+  checksums  every byte of every shard (default)
+  tokens     the echoed tokens against the corpus (--corpus)
+  teacher    some units computed again (--corpus, --teacher)
+
+examples:
+  megatron-kd cache verify caches/train
+  megatron-kd cache verify caches/train --level teacher --corpus data/train_text_document --teacher ./gpt-oss-20b
+
+Exit status: 0 if all is well, 1 if problems were found (each is printed).
+""",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command `cache` with its sub-commands on an argparse sub-parsers object."""
+    cache = _parser(subparsers, "cache", "Build, inspect and check a teacher cache.")
+    commands = cache.add_subparsers(metavar="build | info | verify", required=True)
+    _add_build(_parser(commands, "build", "Run the teacher over a corpus and store its top K with the tail mass."))
+    info = _parser(commands, "info", "Show what a cache was built from, its size, and how far it is.")
+    info.add_argument("cache", type=Path, help="cache folder")
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    info.set_defaults(run=run_info)
+    _add_verify(_parser(commands, "verify", "Check a cache; the level says how deep."))
+
+
+def _parser(subparsers: Any, name: str, text: str) -> argparse.ArgumentParser:
+    return subparsers.add_parser(
+        name,
+        help=text[0].lower() + text[1:].rstrip("."),
+        description=text,
+        epilog=_EXAMPLES[name],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_teacher_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    group = parser.add_argument_group("teacher")
+    group.add_argument("--teacher", required=required, metavar="MODEL", help="folder, or name on the Hugging Face hub")
+    group.add_argument("--gguf-file", metavar="NAME", help="load this GGUF file from the teacher's folder")
+    group.add_argument("--revision", help="revision of a hub model")
+    group.add_argument("--tokenizer", metavar="MODEL", help="where the corpus's tokenizer is (default: the teacher's)")
+    group.add_argument("--vocab-size", type=_positive, metavar="N", help="real vocabulary, if there is no tokenizer")
+    group.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
+    group.add_argument("--device", help="default: cuda if there is one")
+
+
+def _add_build(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--corpus", required=True, metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx"
+    )
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="cache folder; made, or continued")
+    _add_teacher_options(parser, required=True)
+    group = parser.add_argument_group("what is stored")
+    group.add_argument("--top-k", type=_positive, default=100, metavar="K", help="entries a token (default 100)")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        action="append",
+        default=[],
+        metavar="T",
+        help="serve T besides 1; may be repeated",
+    )
+    group.add_argument(
+        "--values", choices=["f16", "f32"], default="f16", help="stored log-probabilities (default f16)"
+    )
+    group.add_argument(
+        "--tile-tokens", type=_positive, default=1 << 20, metavar="N", help="tokens of a shard (default 1048576)"
+    )
+    group.add_argument("--limit", type=_positive, metavar="N", help="only the first N documents")
+    group.add_argument("--window", type=_positive, metavar="W", help="read longer documents in windows of W tokens")
+    group.add_argument("--stride", type=_positive, metavar="S", help="advance windows by S tokens (default W/2)")
+    group = parser.add_argument_group("how it runs")
+    group.add_argument(
+        "--batch-tokens", type=_positive, default=8192, metavar="N", help="tokens of a forward pass (default 8192)"
+    )
+    group.add_argument(
+        "--strip-tokens", type=_positive, metavar="N", help="tokens projected to the vocabulary at once"
+    )
+    group.add_argument(
+        "--max-context", type=_positive, metavar="N", help="longest document (default: the teacher's context)"
+    )
+    group.add_argument(
+        "--writer", type=_share, default=(0, 1), metavar="I/N", help="this is writer I of N (counted from 0)"
+    )
+    group.add_argument(
+        "--accept-teacher-loss",
+        action="store_true",
+        help="build even if the teacher predicts the corpus no better than chance",
+    )
+    group.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    parser.set_defaults(run=run_build)
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cache", type=Path, help="cache folder")
+    parser.add_argument("--level", choices=LEVELS, default="checksums", help="how deep (default checksums)")
+    parser.add_argument("--corpus", metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx")
+    parser.add_argument(
+        "--units", type=_positive, default=8, metavar="N", help="units computed again at level teacher (default 8)"
+    )
+    parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    _add_teacher_options(parser, required=False)
+    parser.set_defaults(run=run_verify)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def _share(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N, for instance 3/8")
+    return int(index), int(count)
+
+
+def _teacher_options(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("gguf_file", "revision", "tokenizer", "vocab_size", "dtype", "device")
+    return {name: getattr(args, name) for name in names}
+
+
+def run_build(args: argparse.Namespace) -> int:
+    """`cache build`. Returns 130 if interrupted."""
+    units = DocumentUnits(Corpus(args.corpus))
+    from megatron_kd.teacher.huggingface import build_cache
+
+    try:
+        build_cache(
+            args.teacher,
+            units,
+            args.out,
+            top_k=args.top_k,
+            temperatures=args.temperature,
+            values=args.values,
+            tile_tokens=args.tile_tokens,
+            batch_tokens=args.batch_tokens,
+            strip_tokens=args.strip_tokens,
+            max_context=args.max_context,
+            window=args.window,
+            stride=args.stride,
+            limit=args.limit,
+            writer=args.writer,
+            accept_teacher_loss=args.accept_teacher_loss,
+            progress=args.progress,
+            **_teacher_options(args),
+        )
+    except KeyboardInterrupt:
+        print("\nStopped. What was committed is kept; the same command continues.")
+        if (args.out / "manifest.json").exists():
+            _print_info(describe(args.out))
+        return 130
+    _print_info(describe(args.out))
+    return 0
+
+
+def run_info(args: argparse.Namespace) -> int:
+    """`cache info`."""
+    info = describe(args.cache)
+    if args.json:
+        print(json.dumps(info, indent=1, sort_keys=True))
+    else:
+        _print_info(info)
+    return 0
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Everything `cache info` shows: the manifest's fields, state, tiles, rows and bytes.
+
+    Raises:
+        CacheError: it is not a cache, or a part of it is damaged.
+    """
+    manifest, tiles = load_cache(path)
+    digest, sizes = manifest.digest(), []
+    for tile in range(len(tiles) - 1):
+        try:
+            commit = read_commit(path, tile, digest)
+        except FileNotFoundError:
+            continue
+        sizes.append((commit["rows"], commit["bytes"]))
+    sealed = (path / "SEALED.json").exists() and bool(check_seal(path, manifest))
+    rows, size = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
+    state = {"path": str(path), "sealed": sealed, "committed_tiles": len(sizes), "committed_rows": rows, "bytes": size}
+    return dataclasses.asdict(manifest) | state
+
+
+def _print_info(info: dict[str, Any]) -> None:
+    tiles, rows, size = info["committed_tiles"], info["committed_rows"], info["bytes"]
+    state = "sealed" if info["sealed"] else "not sealed: run the same `megatron-kd cache build` again to finish it"
+    lines = {
+        "cache": f"{info['path']} ({state})",
+        "rows": f"{rows:,} of {info['rows']:,} tokens, {tiles:,} of {info['tiles']['count']:,} tiles",
+        "size": f"{size / 1e6:,.1f} MB, {size / max(rows, 1):.1f} bytes a token",
+        "stored": f"top {info['top_k']} of {info['vocab_real']:,} ids ({info['vocab_padded']:,} with padding), "
+        f"{info['values']} values, temperatures {[1.0, *info['temperatures']]}",
+    }
+    for name in ("teacher", "tokenizer", "corpus", "units", "context"):
+        lines[name] = ", ".join(f"{key} {value}" for key, value in info[name].items()) or "unknown"
+    for name, text in lines.items():
+        print(f"{name + ':':<11}{text}")
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """`cache verify`. Returns 1 if there are problems."""
+    units = recompute = None
+    if args.level in ("tokens", "teacher"):
+        units = _units_of(args)
+    if args.level == "teacher":
+        recompute = _recompute(args, units)
+    report = verify(
+        args.cache, args.level, units=units, recompute=recompute, sample_units=args.units, progress=args.progress
+    )
+    for problem in report.problems:
+        print(f"problem: {problem}")
+    verdict = f"{len(report.problems)} problems" if report.problems else "no problem"
+    print(f"{args.cache}: {report.tiles:,} tiles, {report.rows:,} rows checked at level {args.level}: {verdict}")
+    return 1 if report.problems else 0
+
+
+def _units_of(args: argparse.Namespace) -> UnitSource:
+    """The cache's units, from --corpus."""
+    manifest, _ = load_cache(args.cache)
+    if args.corpus is None:
+        raise CacheError(f"level {args.level} compares with the corpus; give its prefix with --corpus")
+    if manifest.units["kind"] != "document":
+        raise CacheError(
+            f"{args.cache} has units of kind {manifest.units['kind']!r}, which only the run that made them can list; "
+            "use level "
+            "checksums here, or megatron_kd.cache.verify.verify(units=...) from Python"
+        )
+    units = DocumentUnits(Corpus(args.corpus))
+    return FirstUnits(units, manifest.units["limit"]) if "limit" in manifest.units else units
+
+
+def _recompute(args: argparse.Namespace, units: UnitSource) -> Callable[[int], dict[str, Any]]:
+    """A function that computes one unit's rows again with --teacher."""
+    if args.teacher is None:
+        raise CacheError("level teacher computes some units again; name the model with --teacher")
+    from megatron_kd.teacher.huggingface import unit_rows
+    from megatron_kd.teacher.model import HuggingFaceTeacher
+
+    manifest, _ = load_cache(args.cache)
+    teacher = HuggingFaceTeacher.load(args.teacher, **_teacher_options(args))
+    same = {name: teacher.identity[name] for name in ("weights", "dtype")}
+    expect(manifest, args.cache, {"teacher": same, "vocab_real": teacher.vocab_real})
+    return lambda unit: unit_rows(teacher, units, unit, manifest)

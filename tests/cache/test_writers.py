@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writers that are killed, that meet, and that disagree. Children are real processes and die of a real SIGKILL."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from megatron_kd.cache import (
+    CacheReader,
+    CacheWriter,
+    DocumentUnits,
+    IdentityMismatch,
+    Incomplete,
+    NotACache,
+    TileConflict,
+    Unsealed,
+)
+from megatron_kd.cache.verify import verify
+from tests.cache.conftest import build, fill, teacher_rows, unit_tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # children of fork only write files
+
+
+def child(work) -> int:
+    """Run `work` in a forked process; returns its pid. It leaves with 0, or 1 after an exception."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:  # noqa: B036
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+    return pid
+
+
+def wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def die_after(steps: int):
+    """Patch the system calls of a commit; the process kills itself before the call that follows `steps` of them."""
+    left = [steps]
+    for name in ("fsync", "link", "unlink", "rename"):
+        real = getattr(os, name)
+
+        def patched(*args, real=real, **kwargs):
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return real(*args, **kwargs)
+
+        setattr(os, name, patched)
+
+
+@pytest.fixture
+def plan(tmp_path, corpus):
+    """Manifest and tiles of a cache of the corpus, and the files a build that nothing disturbed made."""
+    writer = build(tmp_path / "undisturbed", corpus, top_k=4, tile_tokens=8000)
+    return writer.manifest, writer.tiles, snapshot(writer.path)
+
+
+def snapshot(path):
+    return {p.name: p.read_bytes() for p in sorted((path / "shards").iterdir())}
+
+
+def test_killed_at_every_step_of_creation_and_commit(tmp_path, corpus, plan):
+    """Whatever the step, what is there afterwards is valid, and the next writer makes the rest: the same bytes."""
+    manifest, tiles, expected = plan
+    units = DocumentUnits(corpus)
+    outcomes = set()
+    for steps in range(60):
+        path = tmp_path / f"killed-{steps}"
+
+        def work(path=path, steps=steps):
+            die_after(steps)
+            writer = CacheWriter(path, manifest, tiles)
+            fill(writer, units, writer.todo())
+            writer.seal()
+
+        code = wait(child(work))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        if path.exists() and not (path / "SEALED.json").exists():
+            with pytest.raises(Unsealed):
+                CacheReader(path, wait_s=0)
+        writer = CacheWriter(path, manifest, tiles)
+        todo = writer.todo()
+        outcomes.add(len(todo))
+        fill(writer, units, todo)
+        writer.seal()
+        assert snapshot(path) == expected
+        assert verify(path, "checksums").problems == []
+    assert code == 0 and steps > 15
+    assert outcomes == set(range(len(tiles)))  # from "all to do" to "nothing to do"
+
+
+def test_killed_in_mid_run_and_resumed(tmp_path, corpus, plan):
+    """The parent kills a slow writer after two commits; the next one is asked for the missing tiles only."""
+    manifest, tiles, expected = plan
+    units = DocumentUnits(corpus)
+
+    def work():
+        writer = CacheWriter(tmp_path / "c", manifest, tiles)
+        for tile in writer.todo():
+            fill(writer, units, [tile])
+            time.sleep(0.2)
+
+    pid = child(work)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "c" / "commits" / "shard-000001.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    assert wait(pid) == -signal.SIGKILL
+    writer = CacheWriter(tmp_path / "c", manifest, tiles)
+    todo = writer.todo()
+    assert todo == list(range(len(tiles) - 1))[2:]
+    fill(writer, units, todo)
+    writer.seal()
+    assert snapshot(tmp_path / "c") == expected
+
+
+def test_several_writers_at_once(tmp_path, corpus, plan):
+    """Three processes create the same cache and write all its tiles, in different orders."""
+    manifest, tiles, expected = plan
+    units = DocumentUnits(corpus)
+
+    def work(turn):
+        writer = CacheWriter(tmp_path / "c", manifest, tiles)
+        order = list(range(len(tiles) - 1))
+        fill(writer, units, order[turn:] + order[:turn])
+        writer.seal()
+
+    pids = [child(lambda turn=turn: work(turn)) for turn in range(3)]
+    assert [wait(pid) for pid in pids] == [0, 0, 0]
+    assert snapshot(tmp_path / "c") == expected
+    assert list((tmp_path / "c" / "tmp").iterdir()) == []
+    assert verify(tmp_path / "c", "tokens", units=units).problems == []
+
+
+def test_other_content_for_a_tile_is_an_error_and_changes_nothing(tmp_path, corpus):
+    writer = build(tmp_path / "c", corpus, top_k=4)
+    before = snapshot(writer.path)
+    units = DocumentUnits(corpus)
+    fill(writer, units, [0])  # the same again is fine
+    rows = teacher_rows(unit_tokens(units, 0, int(writer.tiles[1, 1])), 4)
+    with pytest.raises(TileConflict, match="shard-000000.*digest"):
+        writer.write_tile(0, rows | {"log_tail": rows["log_tail"] - 1e-3})
+    assert snapshot(writer.path) == before and list((writer.path / "tmp").iterdir()) == []
+    writer.commit_path(0).unlink()  # killed between shard and commit record: the shard is adopted, not overwritten
+    with pytest.raises(TileConflict):
+        writer.write_tile(0, rows | {"log_tail": rows["log_tail"] - 1e-3})
+    assert writer.todo() == [] and snapshot(writer.path) == before
+
+
+def test_a_damaged_shard_is_set_aside_and_made_again(tmp_path, corpus):
+    """The way the message of CorruptBlock describes: delete the commit record, run the build again."""
+    writer = build(tmp_path / "c", corpus, top_k=4)
+    before = snapshot(writer.path)
+    data = bytearray(writer.shard_path(1).read_bytes())
+    data[len(data) // 2] ^= 1
+    writer.shard_path(1).write_bytes(data)
+    writer.commit_path(1).unlink()
+    writer = CacheWriter(writer.path, writer.manifest, writer.tiles)
+    assert writer.todo() == [1]
+    with pytest.raises(Unsealed):
+        CacheReader(writer.path, wait_s=0)
+    with pytest.raises(Incomplete, match="1 tiles are not committed: 1"):
+        writer.seal()
+    fill(writer, DocumentUnits(corpus), [1])
+    writer.seal()
+    assert snapshot(writer.path) == before
+    assert verify(writer.path).problems == [] and any((writer.path / "quarantine").iterdir())
+
+
+def test_a_damaged_commit_record_or_short_shard_counts_as_missing(tmp_path, corpus):
+    writer = build(tmp_path / "c", corpus, top_k=4)
+    before = snapshot(writer.path)
+    writer.commit_path(0).write_bytes(b"{}")
+    os.truncate(writer.shard_path(2), 1000)
+    assert writer.todo() == [2]  # the shard of tile 0 is whole, so it is committed again without being computed
+    fill(writer, DocumentUnits(corpus), [2])
+    writer.seal()
+    assert snapshot(writer.path) == before and verify(writer.path).problems == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"top_k": 5}, {"values": "f32"}, {"temperatures": (3.0,)}, {"tile_tokens": 999}, {"vocab_padded": 200_064}],
+)
+def test_a_writer_with_other_settings_is_refused(tmp_path, corpus, change):
+    build(tmp_path / "c", corpus, seal=False, top_k=4)
+    before = snapshot(tmp_path / "c")
+    with pytest.raises(IdentityMismatch, match=next(iter(change)).removesuffix("_tokens")):
+        build(tmp_path / "c", corpus, **({"top_k": 4} | change))
+    assert snapshot(tmp_path / "c") == before
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path, corpus):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "thesis.txt").write_text("mine")
+    with pytest.raises(NotACache, match="exists and is not a teacher cache"):
+        build(tmp_path / "c", corpus)
+    assert [p.name for p in (tmp_path / "c").iterdir()] == ["thesis.txt"]
+    (tmp_path / "empty").mkdir()
+    assert len(np.diff(build(tmp_path / "empty", corpus, top_k=4).tiles, axis=0)) > 1
+
+
+def test_leftovers_of_dead_writers_are_removed_after_an_hour(tmp_path, corpus):
+    writer = build(tmp_path / "c", corpus, top_k=4)
+    from megatron_kd.cache.files import node_name
+
+    pid = child(lambda: None)
+    wait(pid)
+    names = {
+        "dead and old": f"shard-000000.safetensors.{node_name()}.{pid}.aa",
+        "dead and fresh": f"shard-000000.safetensors.{node_name()}.{pid}.bb",
+        "alive": f"shard-000000.safetensors.{node_name()}.{os.getpid()}.cc",
+        "elsewhere": f"shard-000000.safetensors.another-node.{pid}.dd",
+    }
+    for kind, name in names.items():
+        (writer.path / "tmp" / name).write_bytes(b"")
+        age = 10 if kind == "dead and fresh" else 7200
+        os.utime(writer.path / "tmp" / name, (time.time() - age,) * 2)
+    CacheWriter(writer.path, writer.manifest, writer.tiles)
+    left = {p.name for p in (writer.path / "tmp").iterdir()}
+    assert left == set(names.values()) - {names["dead and old"]}
