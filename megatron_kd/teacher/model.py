@@ -228,9 +228,8 @@ def _tokenizer_identity(tokenizer: Any, options: dict[str, str]) -> dict[str, An
         return tokenizer_identity(transformers.AutoTokenizer.from_pretrained(str(tokenizer), **options))
     except (OSError, ValueError) as error:
         raise TeacherError(
-            f"no tokenizer can be loaded from {tokenizer}: {error}. Name the one the corpus was made with "
-            "(tokenizer=, "
-            "--tokenizer), or state the real vocabulary (vocab_size=, --vocab-size)"
+            f"no tokenizer can be loaded from {tokenizer} ({str(error).splitlines()[0]}). Name the one the corpus was "
+            "made with (tokenizer=, --tokenizer), or state the real vocabulary (vocab_size=, --vocab-size)"
         ) from error
 
 
