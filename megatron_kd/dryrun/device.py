@@ -297,6 +297,9 @@ def _megatron_patches() -> list[Patch]:
     import megatron.bridge.training.initialize as initialize
     import megatron.core.tensor_parallel.layers as layers
     import megatron.core.tensor_parallel.random as random
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
+
+    from megatron_kd.dryrun import adam
 
     def skipping_groups_of_one(collective: Callable) -> Callable:
         @functools.wraps(collective)
@@ -320,6 +323,14 @@ def _megatron_patches() -> list[Patch]:
             for name in ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region")
         ),
         Patch(random, "_set_cuda_rng_state", set_state, "it reaches past torch.cuda for the GPU's generator"),
+        *(
+            Patch(Optimizer, name, mend(getattr(Optimizer, name)), "checkpoints of torch's Adam; see adam.py")
+            for name, mend in (
+                ("state_dict", adam.with_state),
+                ("load_state_dict", adam.with_own_steps),
+                ("_set_main_param_and_optimizer_states", adam.without_steps),
+            )
+        ),
         Patch(
             initialize,
             "compile_helpers",

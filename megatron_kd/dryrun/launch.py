@@ -208,13 +208,22 @@ def _rank_main(pipe: multiprocessing.connection.Connection, work: bytes, env: di
         os.environ.clear()
         os.environ.update({**env, **preloaded})
         fn, args, kwargs = pickle.loads(work)
-        message = (True, fn(*args, **kwargs))
+        message = (True, _call(fn, args, kwargs))
         pickle.dumps(message)
     except BaseException:
         message = (False, traceback.format_exc())
         print(message[1], file=sys.stderr)
     with contextlib.suppress(BrokenPipeError):
         pipe.send(message)
+
+
+def _call(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    try:
+        return fn(*args, **kwargs)
+    except SystemExit as leaving:
+        if leaving.code:
+            raise
+        return None  # Bridge leaves so where train.exit_interval or exit_signal_handler ends a run
 
 
 def _die_with_parent() -> None:
