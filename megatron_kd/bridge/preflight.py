@@ -24,7 +24,17 @@ class LayoutError(ConfigError):
 
 
 def check_before_start(cfg: ConfigContainer, user_values: UserValues, *, world_size: int) -> None:
-    """Every check there is: support, lengths, paths, layout, Bridge's own validation, and that what was asked stays.
+    """Every check there is.
+
+    Raises:
+        ConfigError: the first that fails.
+    """
+    check_settings(cfg, world_size=world_size)
+    check_final(finalise_preview(cfg, world_size=world_size), user_values, before=cfg)
+
+
+def check_settings(cfg: ConfigContainer, *, world_size: int) -> None:
+    """The checks that need neither a GPU nor Transformer Engine: support, lengths, paths, layout.
 
     Raises:
         ConfigError: the first that fails.
@@ -33,7 +43,6 @@ def check_before_start(cfg: ConfigContainer, user_values: UserValues, *, world_s
     check_lengths(cfg)
     check_paths(cfg)
     check_layout(cfg, world_size)
-    check_final(finalise_preview(cfg, world_size=world_size), user_values, before=cfg)
 
 
 def _set(section: str, *names: str, allowed: tuple = (None, False, 0)) -> Callable[[ConfigContainer], str | None]:
@@ -135,27 +144,42 @@ def check_layout(cfg: ConfigContainer, world_size: int) -> None:
     Raises:
         LayoutError: names all sizes and what would fit.
     """
-    model = cfg.model
-    tp, pp, cp, ep = (
-        getattr(model, f"{kind}_parallel_size") or 1
-        for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
-    )
-    etp = getattr(model, "expert_tensor_parallel_size", None) or tp
-    sizes = f"TP={tp} PP={pp} CP={cp} EP={ep} ETP={etp}"
-    dense, expert = tp * pp * cp, etp * pp * ep
-    for product, formula in ((dense, "TP*PP*CP"), (expert, "ETP*PP*EP")):
+    sizes = _parallel_sizes(cfg)
+    text = " ".join(f"{name}={size}" for name, size in sizes.items())
+    for names in _MUST_DIVIDE:
+        product = math.prod(sizes[name] for name in names)
         if world_size % product:
-            step = math.lcm(dense, expert)
+            step = smallest_world_size(cfg)
             fits = max(step, world_size // step * step)
             raise LayoutError(
-                f"world size {world_size} does not fit {sizes}: it must be a multiple of {formula} = {product}. "
-                f"With these sizes {fits} or {fits + step} ranks would fit; or change model.*_parallel_size."
+                f"world size {world_size} does not fit {text}: it must be a multiple of {'*'.join(names)} = "
+                f"{product}. With these sizes {fits} or {fits + step} ranks fit; or change model.*_parallel_size."
             )
-    data = world_size // dense
+    data = world_size // math.prod(sizes[name] for name in _MUST_DIVIDE[0])
     batch, micro = cfg.train.global_batch_size, cfg.train.micro_batch_size
     if batch and micro and batch % (micro * data):
         step = micro * data
         raise LayoutError(
             f"train.global_batch_size={batch} must be a multiple of train.micro_batch_size * DP = {micro} * {data} = "
-            f"{step} (world size {world_size}, {sizes}). {max(step, batch // step * step)} would fit."
+            f"{step} (world size {world_size}, {text}). {max(step, batch // step * step)} would fit."
         )
+
+
+def smallest_world_size(cfg: ConfigContainer) -> int:
+    """The fewest ranks that the parallel sizes allow; every other world size is a multiple of it."""
+    sizes = _parallel_sizes(cfg)
+    return math.lcm(*(math.prod(sizes[name] for name in names) for names in _MUST_DIVIDE))
+
+
+_MUST_DIVIDE = (("TP", "PP", "CP"), ("ETP", "PP", "EP"))
+
+
+def _parallel_sizes(cfg: ConfigContainer) -> dict[str, int]:
+    model = cfg.model
+    return {
+        "TP": model.tensor_model_parallel_size,
+        "PP": model.pipeline_model_parallel_size,
+        "CP": model.context_parallel_size,
+        "EP": model.expert_model_parallel_size or 1,
+        "ETP": model.expert_tensor_parallel_size or model.tensor_model_parallel_size,
+    }

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-kd`: one command for each thing a user does.
+
+In: the command line. Out: an exit code: 0, or 2 for what the user can mend, with one message and no traceback. Showing
+help imports neither torch nor Megatron; each command imports what it needs when it runs.
+"""
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import megatron_kd
+from megatron_kd.bridge import commands as train
+from megatron_kd.cache import commands as cache
+from megatron_kd.demo import commands as demo
+from megatron_kd.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that takes whole option names only and, for one it does not know, says which comes near."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None) -> Any:
+        """As the stock one; an unknown option is the first thing said, by the parser whose option it was to be."""
+        if self._subparsers is None:
+            self._refuse_unknown(args or ())
+        namespace, rest = super().parse_known_args(args, namespace)
+        self._refuse_unknown(rest)
+        return namespace, rest
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        for word in words:
+            name = word.partition("=")[0]
+            if word == "--":
+                return
+            if re.match("--?[a-zA-Z]", name) and name not in self._option_string_actions:
+                near = difflib.get_close_matches(name, self._option_string_actions, n=2, cutoff=0.5)
+                self.error(f"unknown option {name}." + (f" Did you mean {' or '.join(near)}?" if near else ""))
+
+    def error(self, message: str) -> NoReturn:
+        """One line, and where to read on."""
+        self.exit(2, f"{self.prog}: {message}\nSee `{self.prog} --help`.\n")
+
+
+def build_parser() -> Parser:
+    """The whole command line."""
+    parser = Parser(
+        prog="megatron-kd",
+        description="Knowledge distillation on Megatron-Bridge: a teacher's cache on disk, and a loss that never "
+        "holds the [tokens, vocabulary] grid.",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-kd {megatron_kd.__version__}")
+    subparsers = parser.add_subparsers(metavar="command", required=True)
+    for commands in (demo, cache, train):
+        commands.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+        0; 2 where the user asked for what cannot be done; 130 after Ctrl-C.
+    """
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not getattr(args, "takes_overrides", False):
+        parser.error(f"unexpected argument {rest[0]!r}.")
+    args.overrides = rest
+    try:
+        return args.run(args) or 0
+    except UserError as error:
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        print(f"megatron-kd{'' if rank == '0' else f' rank {rank}'}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

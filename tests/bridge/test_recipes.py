@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes by name, without network; a student's folder in the place of the hub's model; the files of recipes/."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_kd import dryrun
+
+ROOT = Path(__file__).parent.parent.parent
+GPT_OSS = "gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config"
+SMOLLM2 = "smollm2_135m_pretrain_3cpu_fp32_kd_config"
+
+
+def run(function, *args):
+    """One CPU rank's result; the hub cannot be reached."""
+    return dryrun.run_ranks(function, 1, args=args, timeout_s=300, env={"HF_HUB_OFFLINE": "1"})[0]
+
+
+# ---- architectures ----
+
+
+# Parameter counts as the models' makers publish them.
+PARAMETERS = {
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "meta-llama/Meta-Llama-3.1-8B": 8_030_261_248,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+}
+
+
+def in_rank_count_parameters() -> dict[str, int]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from megatron_kd.bridge.recipes import _ARCHITECTURES
+
+    counts = {}
+    for name, architecture in _ARCHITECTURES.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(architecture())
+        counts[name] = sum(parameter.numel() for parameter in model.parameters())
+    return counts
+
+
+def test_architectures_have_the_published_size():
+    assert run(in_rank_count_parameters) == PARAMETERS
+
+
+def in_rank_own_recipes() -> None:
+    from megatron_kd.bridge.config import KDConfig, KDConfigContainer
+    from megatron_kd.bridge.recipes import build_recipe
+
+    gpt_oss, smollm2 = build_recipe(GPT_OSS), build_recipe(SMOLLM2)
+    for cfg in (gpt_oss, smollm2):
+        assert type(cfg) is KDConfigContainer and cfg.kd == KDConfig()
+    model = gpt_oss.model
+    assert (model.num_layers, model.hidden_size, model.num_moe_experts, model.moe_router_topk) == (24, 2880, 32, 4)
+    assert (model.vocab_size, model.window_size, model.softmax_type) == (201088, (127, 0), "learnable")
+    assert model.hf_model_id == "openai/gpt-oss-20b"
+    model = smollm2.model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.num_query_groups) == (30, 576, 9, 3)
+    assert model.share_embeddings_and_output_weights and model.rotary_base == 100000
+    assert not (model.bf16 or smollm2.optimizer.bf16 or smollm2.mixed_precision)
+
+
+def test_own_recipes_need_no_network():
+    run(in_rank_own_recipes)
+
+
+def in_rank_stock_recipes() -> None:
+    from megatron.bridge.recipes.gpt.h100.vanilla_gpt import vanilla_gpt_pretrain_1gpu_h100_bf16_config
+
+    from megatron_kd.bridge.config import KDConfigContainer, load_config
+    from megatron_kd.bridge.recipes import build_recipe, recipe_names
+
+    names = recipe_names()
+    assert len(names) == len(set(names)) > 200 and names[:2] == [SMOLLM2, GPT_OSS]
+    # By name, as a function, as package.module:function, and as a container they are the same.
+    stock = vanilla_gpt_pretrain_1gpu_h100_bf16_config()
+    path = "megatron.bridge.recipes.gpt.h100.vanilla_gpt:vanilla_gpt_pretrain_1gpu_h100_bf16_config"
+    for what in (path.rpartition(":")[2], vanilla_gpt_pretrain_1gpu_h100_bf16_config, path, stock):
+        assert build_recipe(what).to_dict() == stock.to_dict()
+    assert build_recipe(stock) is not stock
+    cfg, _ = load_config(path)
+    assert type(cfg) is KDConfigContainer and cfg.kd is None
+    assert build_recipe("gpt_oss_120b_pretrain_64gpu_h100_bf16_config").model.num_layers == 36
+    assert build_recipe("llama31_8b_pretrain_2gpu_h100_bf16_config").model.hidden_size == 4096
+
+
+def test_every_recipe_of_bridge_can_be_the_base():
+    run(in_rank_stock_recipes)
+
+
+# ---- the student ----
+
+
+def in_rank_student(folder: Path) -> None:
+    from megatron.bridge import AutoBridge
+
+    from megatron_kd.bridge.config import load_config
+    from megatron_kd.bridge.recipes import build_recipe
+    from megatron_kd.errors import ConfigError
+    from tests.dryrun.tiny import write_tiny_gpt_oss
+
+    stock = AutoBridge.__dict__["from_hf_pretrained"]
+    student = write_tiny_gpt_oss(folder / "student", num_hidden_layers=3)
+    # In a stock recipe, in ours, and in none: the folder gives architecture, tokenizer, weights; the recipe the rest.
+    for name in (GPT_OSS, "gpt_oss_20b_pretrain_16gpu_h100_bf16_config", f"hf:{student}"):
+        cfg = build_recipe(name, None if name.startswith("hf:") else student)
+        assert (cfg.model.num_layers, cfg.model.hidden_size, cfg.model.vocab_size) == (3, 64, 512)
+        assert cfg.model.hf_model_id == cfg.tokenizer.tokenizer_model == str(student)
+        assert cfg.checkpoint.pretrained_checkpoint == str(student)
+    assert build_recipe(GPT_OSS, student).model.expert_model_parallel_size == 8
+    # From the YAML, and the command line wins.
+    (folder / "run.yaml").write_text(f"recipe: {GPT_OSS}\nstudent: /not/there\n")
+    cfg, values = load_config(config_file=folder / "run.yaml", student=str(student))
+    assert cfg.model.num_layers == 3 and not [*values]
+    cfg, _ = load_config(config_file=folder / "run.yaml", overrides=[f"student={student}"])
+    assert cfg.model.num_layers == 3
+    # What cannot be had.
+    (folder / "empty").mkdir()
+    for wrong, expected in {
+        "/not/there": "student '/not/there' is no folder",
+        "some/model": "student 'some/model' is no folder, and the hub does not give it",
+        str(folder / "empty"): "holds no Hugging Face model: expected config.json",
+    }.items():
+        with pytest.raises(ConfigError, match=expected):
+            build_recipe(GPT_OSS, wrong)
+    assert AutoBridge.__dict__["from_hf_pretrained"] is stock
+
+
+def test_a_folder_takes_the_place_of_the_hubs_model(tmp_path: Path):
+    run(in_rank_student, tmp_path)
+
+
+def broken_recipe():
+    """A recipe that fails while `AutoBridge` is set up to read elsewhere."""
+    raise RuntimeError("broken")
+
+
+def no_recipe():
+    """Returns no container."""
+    return 5
+
+
+def in_rank_wrong_names() -> dict[str, str]:
+    from megatron.bridge import AutoBridge
+
+    from megatron_kd.bridge.recipes import build_recipe
+    from megatron_kd.errors import ConfigError
+
+    stock = AutoBridge.__dict__["from_hf_pretrained"]
+    messages = {}
+    for wrong in WRONG_NAMES:
+        with pytest.raises(ConfigError) as refused:
+            build_recipe(wrong)
+        messages[wrong] = str(refused.value)
+    with pytest.raises(RuntimeError, match="broken"):
+        build_recipe(broken_recipe)
+    assert AutoBridge.__dict__["from_hf_pretrained"] is stock
+    return messages
+
+
+WRONG_NAMES = {
+    GPT_OSS.replace("h200", "h20"): ["unknown recipe", f"Did you mean {GPT_OSS}"],
+    "zzz": ["unknown recipe 'zzz'", GPT_OSS, "hf:FOLDER", "package.module:function"],
+    "no.such.module:recipe": ["'no.such.module:recipe' cannot be imported"],
+    "tests.bridge.test_recipes:none": ["cannot be imported", "none"],
+    "tests.bridge.test_recipes:no_recipe": ["returned int, expected a ConfigContainer"],
+    "hf:/not/there": ["student '/not/there' is no folder"],
+}
+
+
+def test_wrong_names_are_refused_with_the_nearest():
+    messages = run(in_rank_wrong_names)
+    for wrong, parts in WRONG_NAMES.items():
+        for part in parts:
+            assert part in messages[wrong]
+
+
+# ---- recipes/*.yaml ----
+
+
+WORLD_SIZES = {"smollm2_demo.yaml": 3, "gpt_oss_20b_kd_8gpu_h200.yaml": 8}
+
+
+def in_rank_yaml(path: Path, world_size: int) -> None:
+    from megatron_kd.bridge.config import check_before_start, load_config
+
+    cfg, values = load_config(config_file=path, overrides=["kd.cache=/cache", "dataset.data_path=/corpus"])
+    dryrun.prepare_model(cfg.model)
+    check_before_start(cfg, values, world_size=world_size)
+    assert len([*values]) > 10
+    assert cfg.checkpoint.load is None
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=os.path.basename)
+def test_yaml_recipes_load_and_fit_their_machine(path: Path):
+    assert len(path.read_text().splitlines()) <= 50  # one screen
+    run(in_rank_yaml, path, WORLD_SIZES[path.name])

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line as a user meets it: help, mistakes, and `train --dry-run` and `--print-config` on CPU ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_kd import __version__
+from megatron_kd.cli import main
+
+ROOT = Path(__file__).parent.parent.parent
+GPT_OSS = str(ROOT / "recipes" / "gpt_oss_20b_kd_8gpu_h200.yaml")
+
+
+def call(*argv: object) -> int:
+    """The exit code of `megatron-kd argv`, in this process."""
+    try:
+        return main([str(word) for word in argv])
+    except SystemExit as stopped:
+        return stopped.code
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["cache"], ["cache", "build"], ["cache", "info"], ["demo"]], ids=str
+)
+def test_help_is_read_without_torch(command: list[str]):
+    code = f"""
+import sys
+from megatron_kd.cli import main
+try:
+    main({[*command, "--help"]!r})
+except SystemExit as stopped:
+    assert stopped.code == 0
+heavy = {{"torch", "transformers", "megatron", "hydra", "matplotlib"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: megatron-kd " + " ".join(command))
+    assert max(map(len, done.stdout.splitlines())) <= 119
+
+
+def test_version(capsys):
+    assert call("--version") == 0
+    assert capsys.readouterr().out == f"megatron-kd {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (
+            ["train", "--conifg-file", "x"],
+            ["megatron-kd train: unknown option --conifg-file", "Did you mean --config-file"],
+        ),
+        (["train", "--dryrun", "kd.cache=x"], ["--dryrun", "--dry-run"]),
+        (["train", "--config", "x"], ["unknown option --config.", "--config-file"]),  # no abbreviations
+        (["cache", "build", "--techer", "x"], ["unknown option --techer", "--teacher"]),
+        (["trian"], ["'trian'", "train"]),
+        (["cache", "info", "a", "b"], ["unexpected argument 'b'"]),
+        (["train", "--ranks", "2"], ["--ranks", "--dry-run"]),
+        (["train", "--config-file", "/no/run.yaml"], ["/no/run.yaml cannot be read"]),
+        (["train", "--recipe", "x", "train.train_iters"], ["argument 'train.train_iters' is not key=value"]),
+        (["train", "--recipe", "x", "a=1"], ["Transformer Engine", "--dry-run"]),
+    ],
+    ids=str,
+)
+def test_mistakes_end_with_2_and_say_what_to_do(capsys, argv: list[str], parts: list[str]):
+    assert call(*argv) == 2
+    out, err = capsys.readouterr()
+    assert not out and "Traceback" not in err
+    for part in parts:
+        assert part in err
+
+
+def test_a_rank_says_which_it_is(capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    assert call("train", "--config-file", "/no/run.yaml") == 2
+    assert capsys.readouterr().err.startswith("megatron-kd rank 5: ")
+
+
+def test_a_default_folder_for_each_run(monkeypatch):
+    from megatron_kd.bridge.commands import Request, default_run_dir
+    from megatron_kd.errors import UserError
+
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    by_recipe, by_file = Request("hf:/models/x", None, None, ()), Request(None, None, Path("recipes/a_b.yaml"), ())
+    assert default_run_dir(by_recipe, 1).name.startswith("hf-models-x-2")
+    with pytest.raises(UserError, match="--run-dir is needed"):
+        default_run_dir(by_recipe, 2)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")  # the same again when the job is requeued, and on every rank
+    assert default_run_dir(by_file, 2) == Path("runs/a_b-77")
+
+
+# ---- with Megatron-Bridge on CPU ranks ----
+
+
+def test_print_config_can_be_run_again(capsys, tmp_path: Path):
+    assert call("train", "--config-file", GPT_OSS, "--print-config", "kd.cache=/cache", "optimizer.lr=7e-5") == 0
+    text = capsys.readouterr().out
+    printed = yaml.safe_load(text)
+    assert printed["kd"]["cache"] == "/cache" and printed["optimizer"]["lr"] == 7e-5
+    assert printed["dataset"]["seq_length"] == printed["model"]["seq_length"] == 32768
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(text)
+    recipe = "gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config"
+    assert call("train", "--recipe", recipe, "--config-file", saved, "--print-config") == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["kd.cachee=/cache"], ["unknown key kd.cachee", "kd.cache"]),
+        (["kd.cache=/no/cache"], ["/no/cache"]),
+        (["--world-size", "6"], ["world size 6", "TP=4", "8 or 16"]),
+        (["ddp.grad_reduce_in_fp32=false"], ["mixed_precision.grad_reduce_in_fp32=false"]),
+        (["ddp.use_megatron_fsdp=true"], ["ddp.use_megatron_fsdp=True does not work with distillation"]),
+        (["--student", "/no/student"], ["student '/no/student' is no folder"]),
+    ],
+    ids=str,
+)
+def test_a_dry_run_finds_the_mistakes_of_a_run(capsys, argv: list[str], parts: list[str]):
+    assert call("train", "--config-file", GPT_OSS, "--dry-run", *argv) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    for part in parts:
+        assert part in err
+
+
+def test_a_dry_run_trains_the_recipe_shrunk(capsys):
+    assert call("train", "--config-file", GPT_OSS, "--dry-run", "kd.divergence=jsd") == 0
+    out = capsys.readouterr().out
+    assert "made-up teacher rows" in out
+    steps = [line for line in out.splitlines() if "kd loss" in line]
+    assert len(steps) >= 2 and all("lm loss" in line and "total loss" in line for line in steps)
