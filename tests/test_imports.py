@@ -23,7 +23,7 @@ OURS = {
     "report": {"errors", "report", "cache", "loss"},
 }
 MEGATRON = {"bridge", "dryrun"}
-DRY_RUN = {"cli.py", "demo", "dryrun", "bridge/commands.py"}
+DRY_RUN = {"cli.py", "demo", "dryrun", "bridge/commands.py", "bridge/rehearsal.py"}
 TORCH_ONLY = {"loss"}
 NO_DISTRIBUTED = {"cache"}
 

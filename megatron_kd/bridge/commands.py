@@ -9,11 +9,13 @@ import argparse
 import importlib.util
 import os
 import re
+import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from megatron_kd import dryrun
 from megatron_kd.errors import UserError
 
 _DESCRIPTION = """\
@@ -38,13 +40,6 @@ class Request(NamedTuple):
     student: str | None
     config_file: Path | None
     overrides: tuple[str, ...]
-
-
-class Rehearsal(NamedTuple):
-    """What a dry run is going to do: on how many ranks, and what differs from the run that was asked for."""
-
-    world_size: int
-    changes: list[str]
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -94,9 +89,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("training needs Megatron-Bridge, which is not installed: pip install 'megatron-kd[bridge]'")
     check_readable(request)
     if args.print_config:
-        print(_on_cpu_ranks(_configuration, 1, request)[0], end="")
+        print(_on_cpu_ranks("print_config", 1, request)[0], end="")
     elif args.dry_run:
-        dry_run(request, ranks=args.ranks, world_size=args.world_size)
+        return dry_run(request, ranks=args.ranks, world_size=args.world_size)
     else:
         train(request, args.run_dir)
     return 0
@@ -149,101 +144,48 @@ def default_run_dir(request: Request, world_size: int) -> Path:
     return Path("runs") / f"{name}-{job or time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def dry_run(request: Request, *, ranks: int | None, world_size: int | None) -> None:
+def dry_run(request: Request, *, ranks: int | None, world_size: int | None) -> int:
     """Checks the run that was asked for, then trains a shrunk one for a few steps, and says what it did.
+
+    Returns:
+        0, or 1 if the shrunk run broke down.
 
     Raises:
         UserError: the run would be refused.
     """
-    print("dry run: loading Megatron-Bridge on CPU ranks (about half a minute)", flush=True)
-    rehearsal = _on_cpu_ranks(_rehearse, 1, request, ranks, world_size)[0]
-    print("the configuration is accepted; changed for the rehearsal:")
-    print("".join(f"  {change}\n" for change in rehearsal.changes), end="")
-    print(f"training on {rehearsal.world_size} CPU ranks", flush=True)
+    print("Loading Megatron-Bridge on a CPU rank (half a minute).", flush=True)
+    world_size, changes = _on_cpu_ranks("check", 1, request, ranks, world_size)[0]
+    print("The configuration is accepted. Changed for the dry run:", *changes, sep="\n  ")
+    print(f"Training on {world_size} CPU ranks.", flush=True)
     with tempfile.TemporaryDirectory(prefix="megatron-kd-") as folder:
-        _on_cpu_ranks(_train_shrunk, rehearsal.world_size, request, ranks, Path(folder) / "run", log_dir=Path(folder))
-        log = (Path(folder) / "rank-0.log").read_text()
-    print("".join(f"  {line.strip()}\n" for line in log.splitlines() if re.search(r"iteration +\d+/", line)), end="")
-    print("dry run passed. The KD loss above is against made-up teacher rows, so its value means nothing.")
+        try:
+            ranks_losses = _on_cpu_ranks("train_shrunk", world_size, request, ranks, Path(folder))
+        except dryrun.RankFailed as error:
+            print(f"megatron-kd: the dry run broke down on {error}", file=sys.stderr)
+            return 1
+    for number, step in enumerate(max(ranks_losses, key=lambda steps: len(steps[0])), start=1):
+        print(f"  step {number}: " + ", ".join(f"{name} {value:.4f}" for name, value in step.items()))
+    print("Dry run passed.")
+    return 0
 
 
-# ---- on CPU ranks ----
-
-
-def _on_cpu_ranks(function, world_size: int, *args, log_dir: Path | None = None) -> list:
-    """`dryrun.run_ranks`, with a rank's `UserError` raised here as it was raised there."""
-    from megatron_kd import dryrun
-
+def _on_cpu_ranks(name: str, world_size: int, *args: Any) -> list[Any]:
+    """Runs a function of `rehearsal` on CPU ranks; a rank's `UserError` is raised here as it was raised there."""
     with tempfile.TemporaryDirectory(prefix="megatron-kd-") as folder:
         refusal = Path(folder) / "refusal"
         try:
-            return dryrun.run_ranks(_guarded, world_size, args=(function, args, refusal), log_dir=log_dir)
+            return dryrun.run_ranks(_on_rank, world_size, args=(name, args, refusal))
         except dryrun.RankFailed as error:
             if refusal.exists():
                 raise UserError(refusal.read_text()) from error
             raise
 
 
-def _guarded(function, args: tuple, refusal: Path):
-    """On a rank: leaves the text of a `UserError` where the parent finds it."""
+def _on_rank(name: str, args: tuple, refusal: Path) -> Any:
+    from megatron_kd.bridge import rehearsal
+
     try:
-        return function(*args)
+        return getattr(rehearsal, name)(*args)
     except UserError as error:
         refusal.write_text(str(error))
         raise
-
-
-def _configuration(request: Request) -> str:
-    import yaml
-    from megatron.training.config.yaml_utils import safe_yaml_representers
-
-    from megatron_kd.bridge.config import load_config
-
-    cfg, _ = load_config(**request._asdict())
-    with safe_yaml_representers():
-        return yaml.safe_dump(cfg.to_dict(), sort_keys=True)
-
-
-def _rehearse(request: Request, ranks: int | None, world_size: int | None) -> Rehearsal:
-    """Every check of the real run that needs no GPU, then what the shrunk one will be."""
-    from megatron_kd import dryrun
-    from megatron_kd.bridge.config import check_final, finalise_preview, load_config
-    from megatron_kd.bridge.preflight import check_settings, smallest_world_size
-    from megatron_kd.bridge.train import open_feed
-
-    cfg, values = load_config(**request._asdict())
-    world_size = world_size or smallest_world_size(cfg)
-    check_settings(cfg, world_size=world_size)
-    if cfg.kd is not None and cfg.kd.cache:
-        open_feed(cfg)
-    for key in [*_stand_in_for_cache(cfg), *(change.key for change in dryrun.prepare(cfg))]:
-        values.forget(key)
-    check_final(finalise_preview(cfg, world_size=world_size), values, before=cfg)
-    shrunk, changes = _shrunk(request, ranks, None)
-    return Rehearsal(ranks or smallest_world_size(shrunk), changes)
-
-
-def _train_shrunk(request: Request, ranks: int | None, run_dir: Path) -> None:
-    from megatron_kd.bridge.train import train
-
-    train(_shrunk(request, ranks, run_dir)[0])
-
-
-def _shrunk(request: Request, ranks: int | None, run_dir: Path | None):
-    """The same on every rank: the configuration that is trained, and the list of what differs."""
-    from megatron_kd import dryrun
-    from megatron_kd.bridge.config import load_config, use_run_dir
-
-    cfg, _ = load_config(**request._asdict())
-    changes = [str(change) for change in (*dryrun.shrink(cfg, world_size=ranks), *dryrun.prepare(cfg))]
-    use_run_dir(cfg, run_dir)
-    changes += [f"{key}: made-up teacher rows stand in for the cache" for key in _stand_in_for_cache(cfg)]
-    return cfg, changes
-
-
-def _stand_in_for_cache(cfg) -> list[str]:
-    """Teacher rows that need no cache; returns the keys changed. Any corpus and vocabulary will do with them."""
-    if cfg.kd is None:
-        return []
-    cfg.kd.cache = "synthetic"
-    return ["kd.cache"]

@@ -135,6 +135,36 @@ def test_a_folder_takes_the_place_of_the_hubs_model(tmp_path: Path):
     run(in_rank_student, tmp_path)
 
 
+def in_rank_first_losses(student: Path, by_path: bool) -> list[dict[str, float]]:
+    """Steps from the student's weights: by `checkpoint.pretrained_checkpoint`, as we set it, or by Bridge's hook."""
+    from megatron_kd.bridge.config import KDConfigContainer
+    from megatron_kd.bridge.train import train
+    from tests.dryrun.tiny import Recorder, tiny_gpt_oss
+
+    cfg = KDConfigContainer.wrap(tiny_gpt_oss(student, load_weights=not by_path))
+    if by_path:
+        cfg.checkpoint.pretrained_checkpoint = str(student)
+    recorder = Recorder()
+    train(cfg, callbacks=[recorder])
+    return recorder.steps
+
+
+def test_the_students_weights_are_where_training_starts(tmp_path: Path):
+    student = tmp_path / "student"
+    dryrun.run_ranks(write_student, 1, args=(student,))
+    by_path, by_hook = (run(in_rank_first_losses, student, way) for way in (True, False))
+    assert by_path == by_hook
+    other = tmp_path / "other"
+    dryrun.run_ranks(write_student, 1, args=(other, 1))
+    assert run(in_rank_first_losses, other, True)[0]["lm loss"] != by_path[0]["lm loss"]
+
+
+def write_student(folder: Path, seed: int = 0) -> None:
+    from tests.dryrun.tiny import write_tiny_gpt_oss
+
+    write_tiny_gpt_oss(folder, seed=seed)
+
+
 def broken_recipe():
     """A recipe that fails while `AutoBridge` is set up to read elsewhere."""
     raise RuntimeError("broken")

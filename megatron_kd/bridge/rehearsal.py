@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `megatron-kd train` does on CPU ranks: print a configuration, check a run without a GPU, train a shrunk one.
+
+In: what was asked on the command line. Out: plain values, as they travel back to a process without Megatron. Each rank
+builds the same configuration for itself; nothing is sent to it but the request.
+"""
+
+from pathlib import Path
+
+import yaml
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.training.config.yaml_utils import safe_yaml_representers
+
+from megatron_kd import dryrun
+from megatron_kd.bridge.commands import Request
+from megatron_kd.bridge.config import KDConfigContainer, check_final, finalise_preview, load_config, use_run_dir
+from megatron_kd.bridge.preflight import check_settings, smallest_world_size
+from megatron_kd.bridge.teacher_feed import SYNTHETIC
+from megatron_kd.bridge.train import open_feed, train
+
+
+def print_config(request: Request) -> str:
+    """The configuration as YAML."""
+    cfg, _ = load_config(**request._asdict())
+    with safe_yaml_representers():
+        return yaml.safe_dump(cfg.to_dict())
+
+
+def check(request: Request, ranks: int | None, world_size: int | None) -> tuple[int, list[str]]:
+    """Every check of the real run that needs no GPU.
+
+    Returns:
+        The ranks of the shrunk run, and what differs in it from the run that was asked for, a line each.
+
+    Raises:
+        UserError: the real run would be refused.
+    """
+    cfg, values = load_config(**request._asdict())
+    world_size = world_size or smallest_world_size(cfg)
+    check_settings(cfg, world_size=world_size)
+    if cfg.kd is not None and cfg.kd.cache:
+        open_feed(cfg)
+    for change in [*_without_cache(cfg), *dryrun.prepare(cfg)]:
+        values.forget(change.key)
+    check_final(finalise_preview(cfg, world_size=world_size), values, before=cfg)
+    shrunk, changes = _shrunk(request, ranks, None)
+    return ranks or smallest_world_size(shrunk), [str(change) for change in changes]
+
+
+def train_shrunk(request: Request, ranks: int | None, run_dir: Path) -> list[dict[str, float]]:
+    """Trains; each step's losses, by name, on ranks of the last pipeline stage."""
+    steps = _Steps()
+    train(_shrunk(request, ranks, run_dir)[0], callbacks=[steps])
+    return steps.losses
+
+
+def _shrunk(
+    request: Request, ranks: int | None, run_dir: Path | None
+) -> tuple[KDConfigContainer, list[dryrun.Change]]:
+    cfg, _ = load_config(**request._asdict())
+    changes = [*_without_cache(cfg), *dryrun.shrink(cfg, world_size=ranks), *dryrun.prepare(cfg)]
+    use_run_dir(cfg, run_dir)
+    return cfg, changes
+
+
+def _without_cache(cfg: KDConfigContainer) -> list[dryrun.Change]:
+    """Teacher rows that are made up: any corpus and any vocabulary will do with them."""
+    if cfg.kd is None:
+        return []
+    change = dryrun.Change("kd.cache", cfg.kd.cache, SYNTHETIC, "made-up teacher rows fit the shrunk model")
+    cfg.kd.cache = SYNTHETIC
+    return [change]
+
+
+class _Steps(Callback):
+    """Keeps the losses of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[dict[str, float]] = []
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        self.losses.append({name: float(value) for name, value in (context.loss_dict or {}).items()})
