@@ -276,8 +276,7 @@ def _units_of(args: argparse.Namespace) -> UnitSource:
     if manifest.units["kind"] != "document":
         raise CacheError(
             f"{args.cache} has units of kind {manifest.units['kind']!r}, which only the run that made them can list; "
-            "use level "
-            "checksums here, or megatron_kd.cache.verify.verify(units=...) from Python"
+            "use level checksums here, or megatron_kd.cache.verify.verify(units=...) from Python"
         )
     units = DocumentUnits(Corpus(args.corpus))
     return FirstUnits(units, manifest.units["limit"]) if "limit" in manifest.units else units

@@ -2,8 +2,7 @@
 """The corpus a cache belongs to, and the units its token axis is made of.
 
 In: Megatron's indexed dataset, `<prefix>.bin` and `<prefix>.idx`. Out: tokens by position, lengths, content digests.
-    Needs numpy
-alone; opening costs 12 bytes of memory a sequence, tokens are read when asked for.
+Needs numpy alone; opening costs 12 bytes of memory a sequence, tokens are read when asked for.
 
 `.idx`: magic `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 sequences, u64 document marks, i32 lengths, i64 byte
 pointers, i64 document marks. `.bin`: the tokens, one sequence after the other. Megatron's GPTDataset calls each
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_kd.cache.errors import BadSetting, CorpusError
-from megatron_kd.cache.files import digest_bytes, digest_file, read_bounded, read_exact
+from megatron_kd.cache.files import digest_bytes, digest_file, parse_json, read_bounded, read_exact
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -79,8 +78,7 @@ class Corpus:
         if len(data) != expected:
             raise CorpusError(
                 f"{self._idx} has {len(data)} bytes; {sequences} sequences and {marks} document marks make "
-                f"{expected}. "
-                "It is truncated, or a multimodal dataset, which has no teacher cache"
+                f"{expected}. It is truncated, or a multimodal dataset, which has no teacher cache"
             )
         self.dtype = np.dtype(_DTYPES[code])
         self.lengths = np.frombuffer(data, "<i4", sequences, _HEADER.size)
@@ -124,7 +122,7 @@ class Corpus:
     def tokenizer(self) -> dict[str, Any] | None:
         """What `note_tokenizer` stored beside the corpus, or None if nobody did."""
         path = Path(f"{self.prefix}.tokenizer.json")
-        return json.loads(read_bounded(path)) if path.is_file() else None
+        return parse_json(read_bounded(path), str(path)) if path.is_file() else None
 
 
 def note_tokenizer(prefix: str | Path, identity: dict[str, Any]) -> None:

@@ -2,10 +2,9 @@
 """File primitives of the cache: atomic publication, exact reads, waiting for visibility, digests, JSON records.
 
 In: paths and bytes. Out: the same, or a `CacheError`. A file is published in four steps (write under `tmp/`, fsync,
-    hard link
-into place, fsync the folder), so a name that can be seen always has complete content, and a second publication of a
-name fails instead of replacing it. A JSON record has one canonical spelling and carries its own checksum: any changed
-byte shows.
+hard link into place, fsync the folder), so a name that can be seen always has complete content, and a second
+publication of a name fails instead of replacing it. A JSON record has one canonical spelling and carries its own
+checksum: any changed byte shows.
 """
 
 import json
@@ -165,8 +164,8 @@ def decode_record(data: bytes, name: str) -> dict[str, Any]:
     if data != expected:
         right = xxhash.xxh3_64_hexdigest(_canonical(body))
         raise CorruptFile(
-            f"{name} was changed after it was written: it states checksum {found}, its content has {right}. "
-            "Restore it from a copy, or build the cache again"
+            f"{name} was changed after it was written: it states checksum {found}, its content has {right}. Restore "
+            "it from a copy, or build the cache again"
         )
     return body
 

@@ -2,8 +2,7 @@
 """The format of a shard, byte by byte: planes, safetensors header, id packing, block checksums.
 
 In: decoded teacher rows of one tile. Out: the bytes of `shards/shard-NNNNNN.safetensors`. At K=100, 18-bit ids and f16
-    values a
-row costs 433 bytes and 1/64 byte of checksum.
+values a row costs 433 bytes and 1/64 byte of checksum.
 
 A shard is a safetensors file: u64 little-endian header length, JSON header, planes. R = rows, all numbers
 little-endian, planes follow one another without gaps in this order (8-byte items first, so every plane is aligned):
@@ -26,6 +25,7 @@ The header depends on nothing but the manifest and the tile's number, so the rea
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import xxhash
@@ -174,11 +174,15 @@ def join_ids(low: np.ndarray, high: np.ndarray, bits: int, out: np.ndarray) -> N
         wide = np.ascontiguousarray(high).view(f"<u{bits // 8}")
         out |= wide[:, :top_k].astype(np.int32) << 16
         return
-    per_byte = 8 // bits
-    mask = (1 << bits) - 1
-    for position in range(min(per_byte, top_k)):
-        columns = out[:, position::per_byte]
-        columns |= ((high[:, : columns.shape[1]].astype(np.int32) >> (position * bits)) & mask) << 16
+    high = np.take(_high_bits_of_byte(bits), high[:, : -(-top_k * bits // 8)], axis=0)
+    np.bitwise_or(high.reshape(n, -1)[:, :top_k], out, out=out)
+
+
+@lru_cache
+def _high_bits_of_byte(bits: int) -> np.ndarray:
+    """Table int32 [256, 8 / bits]: the entries packed in each byte, moved to their place above bit 16."""
+    shifts = np.arange(0, 8, bits)
+    return ((np.arange(256)[:, None] >> shifts & ((1 << bits) - 1)) << 16).astype(np.int32)
 
 
 def block_checksums(planes: Sequence[np.ndarray], first_row: int) -> np.ndarray:

@@ -2,8 +2,7 @@
 """The manifest: everything that must match between a cache, the corpus it annotates and the run that reads it.
 
 In: a unit source and descriptions of tokenizer and teacher. Out: a `Manifest` (a few kB of JSON) and the tile table.
-    Identity is by
-content, never by path or name, and nothing in it depends on who writes, when, or on how many ranks.
+Identity is by content, never by path or name, and nothing in it depends on who writes, when, or on how many ranks.
 """
 
 import dataclasses
@@ -114,12 +113,14 @@ class Manifest:
         if self.values not in VALUE_DTYPES or self.codec != "raw" or self.id_hi_bits != id_hi_bits(self.vocab_real):
             raise CorruptFile(
                 f"{name}: values {self.values!r}, codec {self.codec!r}, id_hi_bits {self.id_hi_bits}; known are "
-                "values "
-                f"{sorted(VALUE_DTYPES)}, codec 'raw', and id_hi_bits {id_hi_bits(self.vocab_real)} for this "
+                f"values {sorted(VALUE_DTYPES)}, codec 'raw', and id_hi_bits {id_hi_bits(self.vocab_real)} for this "
                 "vocabulary"
             )
         if any(type(t) is not float or not 0 < t < 1e6 or t == 1 for t in self.temperatures):
             raise CorruptFile(f"{name}: temperatures must be positive numbers other than 1, found {self.temperatures}")
+        for field, key in (("tiles", "digest"), ("units", "kind")):
+            if not isinstance(getattr(self, field).get(key), str):
+                raise CorruptFile(f"{name}: {field}.{key} must be a string")
         count = self.tiles.get("count")
         if type(count) is not int or not 1 <= count <= self.rows:
             raise CorruptFile(f"{name}: tiles.count must lie in [1, rows = {self.rows}], found {count!r}")

@@ -2,9 +2,8 @@
 """Reading a sealed cache: any spans of the token axis, at the temperature and K of the loss.
 
 In: spans (start, length). Out: `Rows`, the teacher's distribution after each of those tokens, in the spans' order.
-    Memory is the
-result plus 8,192 rows of scratch, whatever the size of the cache; at most 64 files are open. Every byte that is used
-was compared with a checksum (`check_blocks="always"`).
+Memory is the result plus 8,192 rows of scratch, whatever the size of the cache; at most 64 files are open. Every byte
+that is used was compared with a checksum (`check_blocks="always"`).
 """
 
 import logging
@@ -93,15 +92,13 @@ class CacheReader:
         if top_k is not None and not 1 <= top_k <= self.manifest.top_k:
             raise ServeError(
                 f"top_k={top_k} was asked of {self.path}, which stores {self.manifest.top_k} entries a row; use at "
-                "most that "
-                "many, or build the cache with a larger --top-k"
+                "most that many, or build the cache with a larger --top-k"
             )
         if temperature != 1.0 and temperature not in self.manifest.temperatures:
             served = [1.0, *self.manifest.temperatures]
             raise ServeError(
                 f"temperature {temperature} was asked of {self.path}, which serves {served}; use one of these, or "
-                "build the "
-                f"cache with --temperature {temperature}"
+                f"build the cache with --temperature {temperature}"
             )
 
     def read(self, spans: np.ndarray, *, top_k: int | None = None, temperature: float = 1.0) -> Rows:
@@ -125,10 +122,7 @@ class CacheReader:
         at = 0
         for tile, row, count in self._pieces(spans):
             planes = self._shard(tile).read(row, count, check=self._should_check())
-            part = slice(at, at + count)
-            out.tokens[part] = planes["tokens"]
-            layout.join_ids(planes["ids_lo"], planes["ids_hi"], self.manifest.id_hi_bits, out.ids[part])
-            out.logprobs[part], out.log_tail[part] = self._at_temperature(planes, k, temperature)
+            self._decode(planes, Rows(*(plane[at : at + count] for plane in out)), temperature)
             at += count
         return out
 
@@ -180,19 +174,21 @@ class CacheReader:
                 self._shards.popitem(last=False)  # closed when the last thread that uses it lets go
             return shard
 
-    def _at_temperature(
-        self, planes: dict[str, np.ndarray], k: int, temperature: float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        logprobs, tail = planes["logprobs"].astype(np.float32), planes["log_tail"]
-        if temperature != 1.0:
-            logprobs /= np.float32(temperature)
+    def _decode(self, planes: dict[str, np.ndarray], out: Rows, temperature: float) -> None:
+        """Fill `out` from stored planes."""
+        k = out.ids.shape[1]
+        out.tokens[:] = planes["tokens"]
+        layout.join_ids(planes["ids_lo"], planes["ids_hi"], self.manifest.id_hi_bits, out.ids)
+        if temperature == 1.0:
+            out.logprobs[:], out.log_tail[:] = planes["logprobs"][:, :k], planes["log_tail"]
+            surplus = planes["logprobs"][:, k:].astype(np.float32)
+        else:
+            scaled = planes["logprobs"].astype(np.float32) / np.float32(temperature)
             tail = planes["tail_T"][:, self.manifest.temperatures.index(temperature)]
-            total = np.logaddexp(_log_sum_exp(logprobs), tail)
-            logprobs -= total[:, None]
-            tail = tail - total
-        if k < self.manifest.top_k:
-            tail = np.logaddexp(_log_sum_exp(logprobs[:, k:]), tail)
-        return logprobs[:, :k], tail
+            scaled -= (total := np.logaddexp(_log_sum_exp(scaled), tail))[:, None]
+            out.logprobs[:], out.log_tail[:], surplus = scaled[:, :k], tail - total, scaled[:, k:]
+        if surplus.size:
+            np.logaddexp(_log_sum_exp(surplus), out.log_tail, out=out.log_tail)
 
 
 def _log_sum_exp(values: np.ndarray) -> np.ndarray:
@@ -229,8 +225,7 @@ def check_seal(path: Path, manifest: Manifest, *, wait_s: float = 0.0) -> dict[s
     if not wait_until_visible(seal, wait_s):
         raise Unsealed(
             f"{path} is not complete: node {node_name()} sees no {seal} (waited {wait_s:g} s). Finish it by running "
-            "the same "
-            "`megatron-kd cache build` again; what is missing shows `megatron-kd cache info`"
+            "the same `megatron-kd cache build` again; what is missing shows `megatron-kd cache info`"
         )
     record = decode_record(read_bounded(seal), str(seal))
     wanted = {"manifest": manifest.digest(), "rows": manifest.rows, "tiles": manifest.tiles["count"]}
@@ -255,8 +250,7 @@ def open_shard(path: Path, manifest: Manifest, tiles: np.ndarray, tile: int, *, 
         if not wait_until_visible(file, wait_s):
             raise MissingShard(
                 f"tile {tile} (rows [{tiles[tile, 0]}, {tiles[tile + 1, 0]})): node {node_name()} sees no {file} "
-                "(waited "
-                f"{wait_s:g} s). Restore it from a copy, or run the same `megatron-kd cache build` again"
+                f"(waited {wait_s:g} s). Restore it from a copy, or run the same `megatron-kd cache build` again"
             )
     digest = manifest.digest()
     commit = read_commit(path, tile, digest)
@@ -292,7 +286,6 @@ def check_echo(rows_tokens: np.ndarray, batch_tokens: np.ndarray, *, where: str)
         if len(matches) >= 2 and matches.mean() > 0.9:
             hint = f"the teacher's rows look shifted by {shift:+d} against the batch"
     raise EchoMismatch(
-        f"{where}: {wrong.size} of {len(ours)} tokens differ, first at position {first}: the cache has "
-        f"{ours[first]}, the batch "
-        f"{theirs[first]}; {hint}"
+        f"{where}: {wrong.size} of {len(ours)} tokens differ, first at position {first}: the cache has {ours[first]}, "
+        f"the batch {theirs[first]}; {hint}"
     )

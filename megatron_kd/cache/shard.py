@@ -2,8 +2,7 @@
 """One open shard: its header checked, its rows read by position.
 
 In: a path and what the manifest says must be there. Out: planes of any range of rows, verified against the block
-    checksums. Costs
-one file descriptor and, per read, the bytes of the 512-row blocks the range touches.
+checksums. Costs one file descriptor and, per read, the bytes of the 512-row blocks the range touches.
 """
 
 import os
@@ -127,10 +126,9 @@ class Shard:
         start, end = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, self.rows)
         raise CorruptBlock(
             f"{self.path}: block {block} (rows [{start}, {end}) of the shard, [{self.first_row + start}, "
-            f"{self.first_row + end}) "
-            "of the cache) does not match its checksum, twice. Run `megatron-kd cache verify`; to rebuild the tile "
-            "delete "
-            f"commits/{self.path.stem}.json and run the same `megatron-kd cache build` again"
+            f"{self.first_row + end}) of the cache) does not match its checksum, twice. Run `megatron-kd cache "
+            f"verify`; to rebuild the tile delete commits/{self.path.stem}.json and run the same `megatron-kd cache "
+            "build` again"
         )
 
     def verify_blocks(self) -> None:

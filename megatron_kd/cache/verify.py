@@ -2,8 +2,7 @@
 """Proving that a cache is what it says, at five depths.
 
 In: a cache folder, sealed or not; for the deeper levels the units and the teacher. Out: a `Report` that lists every
-    problem found,
-not only the first. Levels include those before them and cost:
+problem found, not only the first. Levels include those before them and cost:
 
 - `commits`: manifest, tile table, seal, one commit record a tile, stray files; kilobytes a tile;
 - `header`: every shard's header and size;
@@ -145,12 +144,15 @@ def _check_commits(report: Report, manifest: Manifest) -> list[int]:
             report.problems.append(
                 f"SEALED.json says shards = {seals[0].get('shards')}, the commit records make {found}"
             )
-    names = {layout.shard_name(tile) for tile in range(manifest.tiles["count"])}
     for folder, suffix in (("commits", ".json"), ("shards", ".safetensors")):
-        for entry in sorted((report.path / folder).iterdir()):
-            if entry.suffix != suffix or entry.stem not in names:
-                report.problems.append(f"{entry} does not belong to the cache")
+        _attempt(report, lambda folder=folder, suffix=suffix: _check_names(report, manifest, folder, suffix))
     return committed
+
+
+def _check_names(report: Report, manifest: Manifest, folder: str, suffix: str) -> None:
+    names = {layout.shard_name(tile) + suffix for tile in range(manifest.tiles["count"])}
+    for stray in sorted({entry.name for entry in (report.path / folder).iterdir()} - names):
+        report.problems.append(f"{report.path / folder / stray} does not belong to the cache")
 
 
 def _check_tile(
@@ -173,8 +175,7 @@ def _check_digest(shard: Shard, commit: dict[str, Any]) -> None:
     if state.hexdigest() != commit["digest"]:
         raise CacheError(
             f"{shard.path} has digest {state.hexdigest()}, its commit record says {commit['digest']}, though all "
-            "blocks match "
-            "their checksums: a checksum or the record itself was changed"
+            "blocks match their checksums: a checksum or the record itself was changed"
         )
 
 
@@ -245,8 +246,6 @@ def compare_rows(stored: Rows, fresh: dict[str, np.ndarray], *, where: str) -> N
         ids = f" (id {stored.ids[position, rank]} and {fresh['ids'][position, rank]})" if name != "the tail" else ""
         raise CacheError(
             f"{where}, position {position}: {name} is {values[position, rank]:.4f} in the cache, "
-            f"{again[position, rank]:.4f} "
-            f"recomputed{ids}; {int(wrong.any(1).sum())} of {len(wrong)} positions differ. The teacher or its dtype "
-            "is not the one "
-            "that built the cache, or the rows are not its own"
+            f"{again[position, rank]:.4f} recomputed{ids}; {int(wrong.any(1).sum())} of {len(wrong)} positions "
+            "differ. The teacher or its dtype is not the one that built the cache, or the rows are not its own"
         )

@@ -2,9 +2,8 @@
 """Writing a cache: any number of writers, on any number of hosts, killed at any moment.
 
 In: a manifest, a tile table, and rows of teacher output in any order within a tile. Out: immutable shards, each with a
-    commit record;
-at the end a seal. Costs memory for one encoded tile (433 MB for a million tokens at K=100). A tile counts only when
-its commit record is valid; a killed writer loses at most the tile it was filling.
+commit record; at the end a seal. Costs memory for one encoded tile (433 MB for a million tokens at K=100). A tile
+counts only when its commit record is valid; a killed writer loses at most the tile it was filling.
 
     writer = CacheWriter("cache", manifest, tiles)
     for tile in writer.todo():
@@ -44,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _STALE_S = 3600.0
 _FOLDERS = ("shards", "commits", "tmp", "quarantine")
-_COMMIT_FIELDS = {"tile", "rows", "bytes", "digest", "manifest", "writer"}
+_COMMIT_FIELDS = {"tile": int, "rows": int, "bytes": int, "digest": str, "manifest": str, "writer": dict}
 
 
 class TileBuffer:
@@ -80,37 +79,41 @@ class TileBuffer:
             ValueError: shapes or values that no cache can hold; nothing is stored then.
         """
         n = len(tokens)
-        given = {"tokens": tokens, "ids": ids, "logprobs": logprobs, "log_tail": log_tail, "tail_T": tail_T}
-        self._check(row, n, given)
-        low, high = layout.split_ids(np.asarray(ids), self._format.id_hi_bits)
-        part = slice(row, row + n)
-        for name, values in {**given, "ids_lo": low, "ids_hi": high}.items():
-            if name in self.planes:
-                with np.errstate(
-                    over="ignore"
-                ):  # a log-probability below the f16 range becomes -inf, which is what it is
-                    self.planes[name][part] = values
-        self._filled[part] = True
-
-    def _check(self, row: int, n: int, given: dict[str, np.ndarray | None]) -> None:
         where = f"tile {self.tile}, rows [{row}, {row + n})"
         if not 0 <= row <= row + n <= self.rows:
             raise ValueError(f"{where}: the tile has {self.rows} rows")
         if self._filled[row : row + n].any():
             raise ValueError(f"{where}: some of these rows are already stored")
+        given = {"tokens": tokens, "ids": ids, "logprobs": logprobs, "log_tail": log_tail, "tail_T": tail_T}
+        self._check_shapes(where, n, given)
+        if n:
+            self._check_values(where, given)
+        low, high = layout.split_ids(ids, self._format.id_hi_bits)
+        with np.errstate(over="ignore"):  # below the range of f16 a log-probability becomes -inf, as it should
+            for name, values in {**given, "ids_lo": low, "ids_hi": high}.items():
+                if name in self.planes:
+                    self.planes[name][row : row + n] = values
+        self._filled[row : row + n] = True
+
+    def _check_shapes(self, where: str, n: int, given: dict[str, np.ndarray | None]) -> None:
         top_k, temperatures = self._format.top_k, self._format.temperatures
         shapes = {"ids": (n, top_k), "logprobs": (n, top_k), "log_tail": (n,)}
         if temperatures:
             shapes["tail_T"] = (n, len(temperatures))
         for name, shape in shapes.items():
-            if given[name] is None or given[name].shape != shape:
-                found = None if given[name] is None else given[name].shape
+            found = None if given[name] is None else given[name].shape
+            if found != shape:
                 raise ValueError(f"{where}: {name} must have shape {shape}, found {found}")
-            if name != "ids" and (np.isnan(given[name]).any() or (given[name] > 1e-3).any()) and name != "tail_T":
+
+    def _check_values(self, where: str, given: dict[str, np.ndarray | None]) -> None:
+        for name in ("logprobs", "log_tail"):
+            if not given[name].max() <= 1e-3:  # NaN fails too
                 raise ValueError(f"{where}: {name} must be log-probabilities, found NaN or positive values")
-        if n and (given["ids"].min() < 0 or given["ids"].max() >= self._manifest.vocab_real):
+        if self._format.temperatures and np.isnan(given["tail_T"]).any():
+            raise ValueError(f"{where}: tail_T has NaN")
+        if given["ids"].min() < 0 or given["ids"].max() >= self._manifest.vocab_real:
             raise ValueError(f"{where}: ids must lie in [0, {self._manifest.vocab_real}), the real vocabulary")
-        if n and (given["logprobs"][:, 1:] > given["logprobs"][:, :-1]).any():
+        if (given["logprobs"][:, 1:] > given["logprobs"][:, :-1]).any():
             raise ValueError(f"{where}: logprobs must not increase along K (entry 0 is the most likely id)")
 
     @property
@@ -233,8 +236,7 @@ class CacheWriter:
 
     def open_tile(self, tile: int) -> TileBuffer:
         """A buffer for one tile's rows."""
-        first, end = int(self.tiles[tile, 0]), int(self.tiles[tile + 1, 0])
-        return TileBuffer(self.manifest, tile, first, end - first)
+        return TileBuffer(self.manifest, tile, *self._extent(tile))
 
     def write_tile(self, tile: int, planes: dict[str, np.ndarray]) -> None:
         """Write a whole tile at once: `planes` holds the arguments of `TileBuffer.put` for all its rows."""
@@ -254,8 +256,8 @@ class CacheWriter:
         shard = self.shard_path(buffer.tile)
         temporary, digest, size = write_temporary(self.path / "tmp", shard.name, buffer.parts())
         try:
-            if not publish(temporary, shard) and not self._settle(buffer.tile, digest):
-                publish(temporary, shard)
+            while not publish(temporary, shard) and not self._settle(buffer.tile, digest):
+                pass
         finally:
             temporary.unlink(missing_ok=True)
         self._write_commit(buffer.tile, digest, size)
@@ -263,20 +265,24 @@ class CacheWriter:
     def _settle(self, tile: int, digest: str) -> bool:
         """A shard of that name exists. True if it is ours, False if it was damaged and is out of the way now."""
         shard = self.shard_path(tile)
-        found = digest_file(shard)
+        try:
+            found = digest_file(shard)
+        except FileNotFoundError:  # another writer has just moved it to quarantine
+            return False
         if found == digest:
             return True
-        if self.is_committed(tile) or self._adopt(tile):
+        if self._adopt(tile):
             raise TileConflict(
                 f"{shard} was written with digest {found}, this writer made {digest}: the teacher is not "
-                "deterministic or the "
-                "writers differ (device, thread count, library). Keep the one there, or remove the cache and build "
-                "it again"
+                "deterministic or the writers differ (device, thread count, library). Keep the one there, or remove "
+                "the cache and build it again"
             )
         return False
 
     def _adopt(self, tile: int) -> bool:
         """Commit a shard that lacks a commit record, if every byte of it checks; else move it to quarantine."""
+        if self.is_committed(tile):  # its writer was quicker
+            return True
         shard = self.shard_path(tile)
         self._quarantine(self.commit_path(tile), "the commit record is not valid")
         try:
@@ -285,13 +291,14 @@ class CacheWriter:
             ) as opened:
                 opened.verify_blocks()
             self._write_commit(tile, digest_file(shard), shard.stat().st_size)
-        except CacheError as error:
+        except (CacheError, FileNotFoundError) as error:
             self._quarantine(shard, str(error))
             return False
         logger.info("%s was complete but not committed; committed it", shard)
         return True
 
     def _extent(self, tile: int) -> tuple[int, int]:
+        """First row of the axis, and number of rows."""
         first, end = int(self.tiles[tile, 0]), int(self.tiles[tile + 1, 0])
         return first, end - first
 
@@ -358,7 +365,8 @@ def read_commit(cache: Path, tile: int, manifest_digest: str) -> dict[str, Any]:
     """
     path = cache / "commits" / f"{layout.shard_name(tile)}.json"
     record = decode_record(read_bounded(path), str(path))
-    if record.keys() != _COMMIT_FIELDS or record["tile"] != tile or record["manifest"] != manifest_digest:
+    types = {name: type(value) for name, value in record.items()}
+    if types != _COMMIT_FIELDS or record["tile"] != tile or record["manifest"] != manifest_digest:
         raise CorruptFile(
             f"{path} is not the commit record of tile {tile} of this cache; it was copied from elsewhere"
         )

@@ -2,9 +2,8 @@
 """A teacher must predict its own corpus better than chance before a single row is stored.
 
 In: a loaded teacher and the units. Out: its mean loss on a sample of them, or `ImplausibleTeacher`. Costs a forward
-    pass over at
-most 16 units of at most 512 tokens. Catches what loads without complaint: zero, transposed or shuffled weights, the
-wrong tokenizer.
+pass over at most 16 units of at most 512 tokens. Catches what loads without complaint: zero, transposed or shuffled
+weights, the wrong tokenizer.
 """
 
 import math
@@ -58,8 +57,7 @@ def check_teacher(teacher: HuggingFaceTeacher, units: UnitSource, *, accept_loss
     if not loss < _LARGEST_SHARE * chance:
         raise ImplausibleTeacher(
             f"{teacher.name} has a loss of {loss:.2f} nats on the corpus; guessing among {teacher.vocab_real} ids "
-            "gives "
-            f"{chance:.2f}, and less than {_LARGEST_SHARE * chance:.2f} is expected. {remedy}"
+            f"gives {chance:.2f}, and less than {_LARGEST_SHARE * chance:.2f} is expected. {remedy}"
         )
     return loss
 
@@ -83,8 +81,7 @@ def _sample_loss(teacher: HuggingFaceTeacher, units: UnitSource) -> tuple[float,
         if tokens.max() >= teacher.vocab_real or tokens.min() < 0:
             raise IdentityMismatch(
                 f"{units.kind} {unit} has token id {tokens.max()}, {teacher.name} knows ids below "
-                f"{teacher.vocab_real}: the corpus "
-                "was made with another tokenizer"
+                f"{teacher.vocab_real}: the corpus was made with another tokenizer"
             )
         labels = torch.from_numpy(tokens[1:]).to(teacher.device)
         rows = teacher.select(teacher.hidden([tokens[:-1]])[0], top_k=1, labels=labels)

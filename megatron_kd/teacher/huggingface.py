@@ -2,9 +2,8 @@
 """Building a cache with a Hugging Face model, on one process or many.
 
 In: a teacher and a unit source. Out: a sealed cache folder. Costs one forward pass of the backbone over the corpus,
-    one output
-projection and selection per token, memory for the weights, the hidden states of one batch, one strip of logits and one
-tile. Interrupted at any moment and started again, it does only the tiles that are missing.
+one output projection and selection per token, memory for the weights, the hidden states of one batch, one strip of
+logits and one tile. Interrupted at any moment and started again, it does only the tiles that are missing.
 """
 
 import logging
@@ -17,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from megatron_kd.cache.corpus import FirstUnits, UnitSource
-from megatron_kd.cache.errors import IdentityMismatch
+from megatron_kd.cache.errors import BadSetting, IdentityMismatch
 from megatron_kd.cache.manifest import Manifest, make_manifest
 from megatron_kd.cache.writer import CacheWriter
 from megatron_kd.teacher.errors import TeacherError
@@ -83,8 +82,8 @@ def build_cache(
         dtype, device, tokenizer, vocab_size, gguf_file, revision: see `HuggingFaceTeacher.load`.
         values: `f16` or `f32` log-probabilities in the cache.
         max_context: longest unit the teacher may see at once; default its config's.
-        window, stride: allow longer units: each is read in windows of `window` tokens that advance by `stride`
-        (default half).
+        window, stride: allow longer units; each is read in windows of `window` tokens that advance by `stride`, which
+            is half a window unless given.
         limit: only the first `limit` units.
         accept_teacher_loss: build although the teacher predicts the corpus no better than chance.
         writer: (i, n): this process does the tiles whose number is i modulo n; the last one to finish seals.
@@ -96,10 +95,11 @@ def build_cache(
     Raises:
         TeacherError, ImplausibleTeacher, IdentityMismatch, CacheError: nothing is written if they concern the input.
     """
+    if not 0 <= writer[0] < writer[1]:
+        raise BadSetting(f"writer must be (i, n) with 0 <= i < n, found {writer}")
     if limit is not None:
         units = FirstUnits(units, limit)
-    loaded = isinstance(teacher, HuggingFaceTeacher)
-    if not loaded:
+    if not isinstance(teacher, HuggingFaceTeacher):
         teacher = HuggingFaceTeacher.load(
             teacher,
             gguf_file=gguf_file,
@@ -163,13 +163,11 @@ def _write_tiles(
                 buffer.put(row, **planes)
                 bar.update(len(planes["tokens"]))
             cache.commit(buffer)
-    left = cache.todo()
-    if not left:
-        cache.seal()
-    elif count == 1 or any(tile % count == index for tile in left):
-        cache.seal()  # raises and names the tiles
-    else:
+    left = [tile for tile in cache.todo() if tile % count != index]
+    if left:
         logger.info("%d tiles are left to other writers; the last one seals the cache", len(left))
+    else:
+        cache.seal()
 
 
 def context_policy(units: UnitSource, longest: int | None, window: int | None, stride: int | None) -> dict[str, Any]:
@@ -182,14 +180,12 @@ def context_policy(units: UnitSource, longest: int | None, window: int | None, s
     if window is None:
         if stride is not None:
             raise TeacherError(f"stride {stride} was given without a window; give both")
-        unit = int(np.argmax(units.lengths))
-        if longest is not None and units.lengths[unit] > longest:
+        if longest is not None and units.lengths.max(initial=0) > longest:
+            unit = int(np.argmax(units.lengths))
             raise TeacherError(
                 f"{units.kind} {unit} has {units.lengths[unit]} tokens, the teacher's context is {longest}. Give a "
-                "window and a "
-                f"stride (--window {longest} --stride {longest // 2}): later tokens then see the last "
-                f"{longest - longest // 2} "
-                "to all of the window, and the manifest says so"
+                f"window and a stride (--window {longest} --stride {longest // 2}): later tokens then see the last "
+                f"{longest - longest // 2} to all of the window, and the manifest says so"
             )
         return {"kind": "unit"}
     stride = max(1, window // 2) if stride is None else stride
@@ -263,8 +259,8 @@ def _piece_tokens(teacher: HuggingFaceTeacher, units: UnitSource, piece: Piece) 
         )
     if tokens.min() < 0 or tokens.max() >= teacher.vocab_real:
         raise IdentityMismatch(
-            f"{units.kind} {piece.unit} has token ids in [{tokens.min()}, {tokens.max()}], {teacher.name} knows "
-            f"[0, {teacher.vocab_real}): the corpus was made with another tokenizer"
+            f"{units.kind} {piece.unit} has token ids in [{tokens.min()}, {tokens.max()}], {teacher.name} knows [0, "
+            f"{teacher.vocab_real}): the corpus was made with another tokenizer"
         )
     return tokens
 

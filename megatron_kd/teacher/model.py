@@ -22,6 +22,7 @@ from megatron_kd.teacher.select import Selection, project, select_top_k
 logger = logging.getLogger(__name__)
 
 _PROBE_TOKENS = 32
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class HuggingFaceTeacher:
@@ -48,8 +49,7 @@ class HuggingFaceTeacher:
         if vocab_real > self.vocab_padded:
             raise TeacherError(
                 f"the tokenizer has ids up to {vocab_real - 1}, the output projection of {self.name} has "
-                f"{self.vocab_padded} "
-                "rows; they do not belong together"
+                f"{self.vocab_padded} rows; they do not belong together"
             )
         self._transform = _logit_transform(config)
         self._check_projection()
@@ -83,8 +83,8 @@ class HuggingFaceTeacher:
         import transformers
 
         source = _resolve(teacher)
-        if not hasattr(torch, dtype) or not isinstance(getattr(torch, dtype), torch.dtype):
-            raise TeacherError(f"dtype {dtype!r} is not known; use float32, bfloat16 or float16")
+        if dtype not in _DTYPES:
+            raise TeacherError(f"dtype {dtype!r} is not known; use one of {', '.join(_DTYPES)}")
         options = {name: value for name, value in (("gguf_file", gguf_file), ("revision", revision)) if value}
         logger.info("loading teacher %s", source)
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -93,9 +93,8 @@ class HuggingFaceTeacher:
         missing = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
         if missing:
             raise TeacherError(
-                f"{source} lacks {len(missing)} of the model's weights ({', '.join(missing[:3])}, ...): they would "
-                "be random. "
-                "Use a complete checkpoint"
+                f"{source} lacks {len(missing)} of the model's weights ({', '.join(missing[:3])}, ...): they would be "
+                "random. Use a complete checkpoint"
             )
         if tokenizer is None and vocab_size is None:
             tokenizer = source
@@ -168,17 +167,15 @@ class HuggingFaceTeacher:
             ours += self._bias.float()
         if self._transform is not None:
             ours = self._transform(ours)
-        theirs = (
-            self.model(input_ids=torch.from_numpy(tokens)[None].to(self.device), use_cache=False).logits[0].float()
-        )
+        batch = torch.from_numpy(tokens)[None].to(self.device)
+        theirs = self.model(input_ids=batch, use_cache=False).logits[0].float()
         error, size = float((ours - theirs).abs().max()), float(theirs.abs().max())
         allowed = max(1e-4, 4 * torch.finfo(hidden.dtype).eps) * size
         if not error <= allowed:
             raise TeacherError(
                 f"{self.name}: its logits are not output weight x hidden state, soft-capped or scaled as its config "
-                "says (largest "
-                f"difference {error:.3g} of {size:.3g}); this architecture does something to them that is not "
-                "supported yet"
+                f"says (largest difference {error:.3g} of {size:.3g}); this architecture does something to them that "
+                "is not supported yet"
             )
 
 

@@ -2,8 +2,7 @@
 """From hidden states to teacher rows: project, normalise and keep the top K, a strip of tokens at a time.
 
 In: hidden [N, H] and output weight [V, H]. Out: ids, log-probabilities and tail mass, [N, K] and [N]. The largest
-    tensor is one strip
-of logits, [strip_tokens, vocab_real], in fp32 (256 MiB unless told otherwise), whatever N is.
+tensor is one strip of logits, [strip_tokens, vocab_real], in fp32 (256 MiB unless told otherwise), whatever N is.
 
     logits = hidden.float() @ weight[:vocab_real].float().T          # the two-line oracle
     logprobs, ids = logits.log_softmax(-1).topk(K)

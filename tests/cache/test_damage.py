@@ -205,6 +205,8 @@ def test_other_versions_and_other_json_are_named(copy):
         ("temperatures", ["2"]),
         ("tiles", {"count": 1 << 60, "digest": "x"}),
         ("tiles", {}),
+        ("tiles", {"count": 3}),
+        ("units", {"kind": 1}),
         ("corpus", 3),
         ("unknown", 1),
     ],

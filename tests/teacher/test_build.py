@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_kd.cache import BadSetting, CacheReader, DocumentUnits, IdentityMismatch, note_tokenizer
+from megatron_kd.cache import BadSetting, CacheReader, CorpusError, DocumentUnits, IdentityMismatch, note_tokenizer
 from megatron_kd.cache.commands import add_parser
 from megatron_kd.cache.layout import split_ids
 from megatron_kd.cache.manifest import Manifest
@@ -173,6 +173,9 @@ def test_wrong_input_is_refused_before_anything_is_written(tmp_path, llama, corp
         (dict(stride=5), TeacherError, "without a window"),
         (dict(dtype="float8"), TeacherError, "'float8' is not known"),
         (dict(temperatures=(-1.0,)), BadSetting, "temperatures"),
+        (dict(tile_tokens=0), BadSetting, "tile_tokens"),
+        (dict(writer=(2, 2)), BadSetting, "0 <= i < n"),
+        (dict(limit=0), CorpusError, "at least one unit"),
     ]
     for change, error, message in cases:
         options = {"teacher": llama} | settings() | change
