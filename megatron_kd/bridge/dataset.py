@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import xxhash
 from megatron.bridge.data import utils as bridge_data
+from megatron.bridge.data.loaders import get_train_valid_test_num_samples
+from megatron.bridge.training.tokenizers.tokenizer import build_tokenizer
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from torch.utils.data import Dataset
@@ -213,3 +215,14 @@ def runs(coords: np.ndarray) -> np.ndarray:
         return np.zeros((0, 2), dtype=np.int64)
     first = np.flatnonzero(np.diff(coords, prepend=coords[0] - 2) != 1)
     return np.stack([coords[first], np.diff(first, append=len(coords))], axis=1)
+
+
+def build_datasets(cfg: Any) -> list[Dataset | None]:
+    """The train, validation and test datasets of a run, as Bridge builds them in it, without a model or ranks.
+
+    Args:
+        cfg: A finalised Bridge configuration (``cfg.validate()`` has run).
+    """
+    cfg.dataset.tokenizer = build_tokenizer(cfg.tokenizer)
+    provider = bridge_data.get_dataset_provider(cfg.dataset)
+    return list(provider(get_train_valid_test_num_samples(cfg), cfg.dataset))

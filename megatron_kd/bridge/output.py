@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_kd.bridge.config import KDConfig
+from megatron_kd.bridge.config import KDConfig, resolve_divergence
 from megatron_kd.bridge.teacher_feed import TeacherBatch
 from megatron_kd.errors import UserError
 from megatron_kd.loss import (
@@ -84,7 +84,7 @@ class DivergenceOutput:
             weight,
             batch.teacher,
             batch.token_weight,
-            divergence=self.kd.divergence,
+            divergence=resolve_divergence(self.kd.divergence),
             labels=labels.transpose(0, 1),
             kd_weight=self.kd.kd_weight,
             ce_weight=self.kd.ce_weight,

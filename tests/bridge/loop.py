@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation runs of the tiny GPT-OSS in the real Bridge loop; the functions run inside CPU ranks."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.bridge.corpora import VOCABULARY, build_cache, write_pair_corpus
+from tests.dryrun.tiny import Recorder, tiny_gpt_oss, write_tiny_gpt_oss
+
+
+def make_world(hf: Path, corpus: Path, cache: Path) -> None:
+    """Write the student's folder, the corpus and a document cache of it."""
+    from megatron_kd.cache import DocumentUnits
+
+    write_tiny_gpt_oss(hf)
+    build_cache(cache, DocumentUnits(write_pair_corpus(corpus)))
+
+
+def distil_config(
+    hf: str | Path,
+    corpus: str | Path,
+    index_cache: str | Path,
+    *,
+    kd: dict[str, Any] | None,
+    seed: int = 1234,
+    **kwargs: Any,
+) -> Any:
+    """`tiny_gpt_oss` on a corpus on disk, with the given `kd` settings (None: Megatron's default loss)."""
+    from megatron_kd.bridge.config import KDConfig, KDConfigContainer
+
+    cfg = tiny_gpt_oss(hf, **kwargs)
+    cfg.dataset.data_path = str(corpus)
+    cfg.dataset.blend, cfg.dataset.mock = None, False
+    cfg.dataset.split = "100,0,0"
+    cfg.dataset.random_seed = seed
+    cfg.dataset.path_to_cache = str(index_cache)
+    return KDConfigContainer.wrap(cfg, None if kd is None else KDConfig(**kd))
+
+
+def distil(
+    *args: Any, kill_after: int | None = None, tokenizer: str | None = None, **kwargs: Any
+) -> list[dict[str, float]]:
+    """Train; losses by name (last stage) and the gradient norm of each step.
+
+    Args:
+        kill_after: SIGKILL this rank at the end of that iteration.
+        tokenizer: Hugging Face tokenizer folder for the run.
+    """
+    from megatron_kd.bridge.train import train
+
+    cfg = distil_config(*args, **kwargs)
+    if tokenizer is not None:
+        cfg.tokenizer.tokenizer_type, cfg.tokenizer.tokenizer_model = "HuggingFaceTokenizer", tokenizer
+    recorder = Recorder()
+    train(cfg, callbacks=[recorder, *([killer(kill_after)] if kill_after else [])])
+    return recorder.steps
+
+
+def killer(iteration: int) -> Any:
+    """A callback that kills its own process without a chance to clean up."""
+    from megatron.bridge.training.callbacks import Callback
+
+    class Killer(Callback):
+        def on_train_step_end(self, context: Any) -> None:
+            if context.state.train_state.step >= iteration:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return Killer()
+
+
+def make_bad_caches(corpus: Path, root: Path) -> None:
+    """Caches that do not belong to a run on ``corpus``, each wrong in one way, and a tokenizer for it."""
+    import numpy as np
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from megatron_kd.cache import Corpus, DocumentUnits
+
+    class Shifted(DocumentUnits):
+        """Units whose tokens come one position late or early, under the identity of the right ones."""
+
+        def __init__(self, corpus: Corpus, by: int):
+            super().__init__(corpus)
+            self.by = by
+
+        def tokens(self, unit: int) -> np.ndarray:
+            whole = np.roll(self.corpus.tokens(0, self.corpus.n_tokens), self.by)
+            return whole[self.corpus.starts[unit] : self.corpus.starts[unit + 1]]
+
+    class OtherSamples(DocumentUnits):
+        """Units that say they are the samples of some other run."""
+
+        kind = "sample"
+
+        def identity(self) -> dict[str, Any]:
+            return {"corpus": {}, "units": {"samples_digest": "of another run"}}
+
+    right = Corpus(corpus)
+    build_cache(root / "other-corpus", DocumentUnits(write_pair_corpus(root / "other", seed=9)))
+    build_cache(
+        root / "other-tokenizer", DocumentUnits(right), tokenizer={"digest": "another digest", "vocab_size": 511}
+    )
+    build_cache(root / "other-vocabulary", DocumentUnits(right), vocab_real=600, vocab_padded=600)
+    build_cache(root / "shifted-late", Shifted(right, 1))
+    build_cache(root / "shifted-early", Shifted(right, -1))
+    build_cache(root / "samples", OtherSamples(right))
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), eos_token="w1", pad_token="w2"
+    )
+    tokenizer.save_pretrained(root / "tokenizer")

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What teacher rows the data loaders of a run meet, and what they ought to meet; the functions run inside a CPU rank."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.bridge.corpora import LETTERS, build_cache, made_up_rows, pair_sequence, write_pair_corpus
+from tests.bridge.loop import distil_config
+
+
+def built(
+    hf: Path, blend: list[str], index_cache: Path, *, samples: int = 40, extra_token: bool = True, **kwargs: Any
+) -> Any:
+    """The keyed training dataset of a run of ``samples`` samples."""
+    from megatron_kd.bridge.dataset import KeyedDataset, build_datasets
+
+    cfg = distil_config(
+        hf, blend[-1], index_cache, kd=None, load_weights=False, steps=1, global_batch=samples, **kwargs
+    )
+    cfg.dataset.data_path = [str(part) for part in blend]
+    cfg.dataset.add_extra_token_to_sequence = extra_token
+    cfg.validate()
+    return KeyedDataset(build_datasets(cfg)[0], 0)
+
+
+def true_positions(dataset: Any, index: int, length: int) -> list[tuple[int, np.ndarray]]:
+    """Axis positions of a `GPTDataset` sample, found by its tokens: (position in the sample, axis positions) per document part.
+
+    Every pair of neighbouring tokens stands once in the corpus, so two tokens of one document say where they are.
+    """
+    corpus = pair_sequence()
+    where = np.full((LETTERS, LETTERS), -1)
+    where[corpus[:-1], corpus[1:]] = np.arange(len(corpus) - 1)
+    text, _, lengths = dataset._query_document_sample_shuffle_indices(index)
+    found, at = [], 0
+    for part in lengths:
+        part = min(part, length - at)
+        if part >= 2:
+            start = where[text[at], text[at + 1]]
+            assert np.array_equal(corpus[start : start + part], text[at : at + part])
+            found.append((at, np.arange(start, start + part)))
+        at += part
+    return found
+
+
+def check_coordinates(hf: Path, root: Path) -> int:
+    """Coordinates of every sample against what its tokens say, over lengths, seeds, epochs and both extra-token settings."""
+    from megatron_kd.bridge.dataset import DocumentSpans, coordinates, runs
+    from megatron_kd.cache import Corpus
+
+    write_pair_corpus(root / "corpus")
+    checked = 0
+    for length, seed, samples, extra in (
+        (64, 1, 40, True),
+        (64, 2, 700, True),
+        (128, 1, 300, False),
+        (36, 3, 40, False),
+    ):
+        keyed = built(
+            hf, [root / "corpus"], root / "index", samples=samples, seed=seed, seq_length=length, extra_token=extra
+        )
+        spans = DocumentSpans(keyed.dataset, Corpus(root / "corpus"))
+        for index in range(len(keyed)):
+            coords = coordinates(spans(index), length)
+            assert len(coords) == length and (coords >= 0).all()
+            assert np.array_equal(coordinates(runs(coords), length), coords)
+            for at, axis in true_positions(keyed.dataset, index, length):
+                assert np.array_equal(coords[at : at + len(axis)], axis)
+                checked += len(axis)
+    return checked
+
+
+def check_feed(hf: Path, root: Path) -> dict[str, int]:
+    """Rows met by each token over seeds, lengths, DP sizes and micro-batch sizes, against the rows of its axis position."""
+    import torch
+    from megatron.bridge.data.samplers import build_pretraining_data_loader
+
+    from megatron_kd.bridge.teacher_feed import CacheFeed, LookAhead
+    from megatron_kd.cache import CacheReader, DocumentUnits
+
+    corpus = write_pair_corpus(root / "corpus")
+    reader = CacheReader(build_cache(root / "cache", DocumentUnits(corpus), values="f32"))
+    met: dict[int, bytes] = {}
+    counts = {"rows": 0, "runs": 0}
+    for length, seed in ((64, 1), (64, 2), (96, 1), (96, 2)):
+        keyed = built(hf, [root / "corpus"], root / "index", samples=200, seed=seed, seq_length=length)
+        for data_parallel, micro_batch in ((1, 1), (2, 1), (1, 2), (2, 2)):
+            feed = CacheFeed([reader], top_k=None, temperature=1.0, tokenizer=None, read_ahead=2)
+            feed.bind([keyed, None, None])
+            counts["runs"] += 1
+            for rank in range(data_parallel):
+                loader = build_pretraining_data_loader(
+                    keyed, 0, "single", micro_batch, 0, True, data_parallel_rank=rank, data_parallel_size=data_parallel,
+                    global_batch_size=4, pin_memory=False,
+                )  # fmt: skip
+                for batch in LookAhead(loader, feed):
+                    rows = feed.take(batch)
+                    for b, (_, index) in enumerate(batch["kd_key"].tolist()):
+                        for at, axis in true_positions(keyed.dataset, index, length):
+                            want = made_up_rows(axis, 20)
+                            part = slice(at, at + len(axis))
+                            got = [x[part, b] for x in rows.teacher]
+                            assert torch.equal(got[0], torch.from_numpy(want["ids"]).int())
+                            torch.testing.assert_close(got[1], torch.from_numpy(want["logprobs"]).float())
+                            torch.testing.assert_close(got[2], torch.from_numpy(want["log_tail"]).float())
+                            for position, *row in zip(axis.tolist(), *got, strict=True):
+                                digest = b"".join(x.numpy().tobytes() for x in row)
+                                assert met.setdefault(position, digest) == digest
+                                counts["rows"] += 1
+    return counts | {"positions": len(met)}
+
+
+def check_blend(hf: Path, root: Path) -> dict[str, int]:
+    """Two corpora blended: each sample's rows come from the cache of its own corpus."""
+    from megatron_kd.bridge.teacher_feed import CacheFeed
+    from megatron_kd.cache import CacheReader, DocumentUnits
+
+    readers = []
+    for name, shift in (("a", 0), ("b", 100_000)):
+        units = DocumentUnits(write_pair_corpus(root / name, seed=shift))
+        readers.append(
+            CacheReader(
+                build_cache(root / f"cache-{name}", units, rows=lambda at, k, shift=shift: made_up_rows(at + shift, k))
+            )
+        )
+    keyed = built(hf, ["0.3", root / "a", "0.7", root / "b"], root / "index", samples=100)
+    feed = CacheFeed(readers[::-1], top_k=None, temperature=1.0, tokenizer=None, read_ahead=0)
+    feed.bind([keyed, None, None])
+    counts = {"a": 0, "b": 0}
+    for index in range(len(keyed)):
+        item = keyed[index]
+        part = int(item["dataset_id"])
+        batch = {name: item[name][None] for name in ("kd_key", "tokens", "loss_mask")}
+        ids = feed.take(batch).teacher.ids[:, 0]
+        inner = keyed.dataset.datasets[part]
+        for at, axis in true_positions(inner, int(keyed.dataset.dataset_sample_index[index]), len(ids)):
+            want = made_up_rows(axis + 100_000 * part, 20)["ids"]
+            assert np.array_equal(ids[at : at + len(axis)].numpy(), want)
+            counts["ab"[part]] += 1
+    return counts

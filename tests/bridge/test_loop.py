@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real Megatron-Bridge loop with the teacher cache: layouts, resume, and what it refuses."""
+
+import numpy as np
+import pytest
+
+from megatron_kd.dryrun import RankFailed, run_ranks
+from tests.bridge.loop import distil
+
+LAYOUTS = {
+    "TP=2+SP": ({"tp": 2}, 2),
+    "PP=2": ({"pp": 2}, 2),
+    "EP=2": ({"ep": 2}, 2),
+    "DP=2": ({}, 2),
+    "CP=2": ({"cp": 2}, 2),
+    "TP=2xPP=2": ({"tp": 2, "pp": 2}, 4),
+}
+LOSSES = ("lm loss", "kd loss", "total loss", "grad norm")
+
+
+def steps(world, world_size=1, **kwargs):
+    """Losses and gradient norms [steps, 4] of the last rank (which is on the last stage)."""
+    kd = {"cache": str(world.cache), "ce_weight": 0.5} | kwargs.pop("kd", {})
+    report = run_ranks(distil, world_size, args=world.inputs, kwargs={"kd": kd, **kwargs})[-1]
+    return np.array([[step[name] for name in LOSSES] for step in report])
+
+
+@pytest.fixture(scope="module")
+def dense_on_one_rank(world):
+    return steps(world, kd={"loss": "dense"})
+
+
+@pytest.mark.parametrize(
+    "settings", [{"loss": "fused"}, {"gradient": "recompute"}, {"strip_tokens": 7}, {"loss": "forward_chunked"}]
+)
+def test_every_loss_trains_as_the_dense_one(world, dense_on_one_rank, settings):
+    np.testing.assert_allclose(steps(world, kd=settings), dense_on_one_rank, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_alike_with_the_fused_and_the_dense_loss(world, dense_on_one_rank, layout):
+    parallel, world_size = LAYOUTS[layout]
+    fused = steps(world, world_size, **parallel)
+    dense = steps(world, world_size, kd={"loss": "dense"}, **parallel)
+    np.testing.assert_allclose(fused, dense, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(fused, dense_on_one_rank, atol=1e-4, rtol=0)
+
+
+def test_a_cross_entropy_run_is_the_stock_run(world):
+    """With the divergence's weight 0 what remains is Megatron's default loss, up to its one padded column."""
+    ours = run_ranks(
+        distil, 1, args=world.inputs, kwargs={"kd": {"cache": str(world.cache), "kd_weight": 0.0, "ce_weight": 1.0}}
+    )
+    stock = run_ranks(distil, 1, args=world.inputs, kwargs={"kd": None})
+    assert [sorted(step) for step in stock[0]] == [["grad norm", "lm loss"]] * 5
+    for name, tolerance in (("lm loss", 5e-3), ("grad norm", 5e-3)):
+        np.testing.assert_allclose(
+            [step[name] for step in ours[0]], [step[name] for step in stock[0]], atol=tolerance, rtol=0
+        )
+
+
+def test_a_killed_run_resumes_with_the_same_losses(world, tmp_path):
+    whole = steps(world, 2, tp=2, steps=6, run_dir=tmp_path / "whole")
+    with pytest.raises(RankFailed, match="exit code -9"):
+        steps(world, 2, tp=2, steps=6, run_dir=tmp_path / "killed", kill_after=5)
+    resumed = steps(world, 2, tp=2, steps=6, run_dir=tmp_path / "killed")
+    assert len(resumed) == 2  # checkpoints every second iteration: 5 and 6 remain
+    np.testing.assert_allclose(resumed, whole[4:], atol=1e-6, rtol=0)
