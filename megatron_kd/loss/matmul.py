@@ -35,7 +35,7 @@ def hidden_gradient(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return grad.to(weight.dtype) @ weight
     total = grad.new_zeros(len(grad), weight.shape[1])
     for block in _blocks(weight):
-        total.addmm_(grad[:, block], weight[block].to(grad.dtype))
+        torch.addmm(total, grad[:, block], weight[block].to(grad.dtype), out=total)
     return total.to(weight.dtype)
 
 
@@ -44,7 +44,7 @@ def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, hidden: torch.T
     if grad.dtype != hidden.dtype and _mixed(hidden):
         torch.addmm(total, grad.to(hidden.dtype).T, hidden, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(grad.T, hidden.to(grad.dtype))
+        torch.addmm(total, grad.T, hidden.to(grad.dtype), out=total)
 
 
 def _mixed(operand: torch.Tensor) -> bool:

@@ -5,13 +5,14 @@ In and out as fused_linear_divergence; none of its formulas is used here. The gr
 (Megatron's hooks add it to `main_grad`).
 
 Legend: N tokens, n tokens of a chunk, H hidden size, K teacher entries, V real columns of this rank.
-Memory: dense about 7 grids [N, total] in `compute_dtype`; forward_chunked 2 grids [N, V] (logits and their gradient).
+Memory: dense about 7 grids [N, total] in `compute_dtype`; forward_chunked 3 grids [N, V] (logits, their gradient,
+and that times the scalar from backward).
 """
 
 from collections.abc import Callable
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from megatron_kd.loss.arguments import LossCall, LossSums, TopK, check_arguments
 from megatron_kd.loss.divergence import EMPTY, is_empty, teacher_buckets
@@ -70,7 +71,8 @@ def dense_divergence(
     ce = torch.zeros_like(kd)
     if call.labels is not None:
         ce = -z.log_softmax(-1).gather(1, call.labels.long().masked_fill(~keep, 0)[:, None])[:, 0]
-    return weighted_sums(kd, ce, call)
+    total, kd, ce = weighted_sums(kd, ce, call.token_weight, call)
+    return LossSums(total, kd.detach(), ce.detach(), call.token_weight.to(call.compute_dtype).sum())
 
 
 def forward_chunked_divergence(
@@ -92,9 +94,9 @@ def forward_chunked_divergence(
 ) -> LossSums:
     """fused_linear_divergence with the student's logits kept whole, [N, V], and compared with the teacher by chunks.
 
-    Arguments, result and errors are those of fused_linear_divergence; `gradient` changes nothing. A chunk of
-    `strip_tokens` tokens is computed again in backward. Collectives, TP > 1: per chunk one all-reduce of about K + TP
-    numbers a token; hidden as in dense_divergence.
+    Arguments, result and errors are those of fused_linear_divergence; `gradient` changes nothing. Autograd runs over a
+    chunk of `strip_tokens` tokens at once. Collectives, TP > 1: per chunk one all-reduce of about K + 2 TP numbers a
+    token; hidden as in dense_divergence.
     """
     call = check_arguments(
         hidden,
@@ -113,13 +115,34 @@ def forward_chunked_divergence(
         logits_dtype=logits_dtype,
     )
     z = own_logits(hidden, weight, call.token_weight != 0, call)
-    rows = call.strip_rows * call.row_ranks
-    parts = [
-        checkpoint(chunk_losses, z[start : start + rows], slice(start, start + rows), call, use_reentrant=False)
-        for start in range(0, len(z), rows)
-    ]
-    kd, ce = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else (z.sum(1), z.sum(1))
-    return weighted_sums(kd, ce, call)
+    return LossSums(*ForwardChunked.apply(z, call), call.token_weight.to(call.compute_dtype).sum())
+
+
+class ForwardChunked(torch.autograd.Function):
+    """total, kd and ce from this rank's logits z [N, V]; their gradient is made chunk by chunk in forward."""
+
+    @staticmethod
+    def forward(ctx, z: torch.Tensor, call: LossCall) -> tuple:  # noqa: D102
+        grad = torch.empty_like(z) if ctx.needs_input_grad[0] else None
+        sums = z.new_zeros(3)
+        height = call.strip_rows * call.row_ranks
+        for rows in (slice(start, start + height) for start in range(0, len(z), height)):
+            chunk = z[rows].detach().requires_grad_(grad is not None)
+            with torch.set_grad_enabled(grad is not None):
+                losses = weighted_sums(*chunk_losses(chunk, rows, call), call.token_weight[rows], call)
+            if grad is not None:
+                (grad[rows],) = torch.autograd.grad(losses[0], chunk)
+            sums += torch.stack(losses).detach()
+        ctx.save_for_backward(grad)
+        results = sums.unbind()
+        ctx.mark_non_differentiable(*results[1:])
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, scale: torch.Tensor, *_: torch.Tensor) -> tuple:  # noqa: D102
+        (grad,) = ctx.saved_tensors
+        return grad * scale, None
 
 
 def own_logits(hidden: torch.Tensor, weight: torch.Tensor, keep: torch.Tensor, call: LossCall) -> torch.Tensor:
@@ -170,10 +193,11 @@ def in_own_slot(values: torch.Tensor, call: LossCall) -> torch.Tensor:
     return torch.where(own, values[:, None], 0)
 
 
-def weighted_sums(kd: torch.Tensor, ce: torch.Tensor, call: LossCall) -> LossSums:
-    """The four results from the losses [N] of all tokens; a masked token is selected away."""
-    token_weight = call.token_weight.to(call.compute_dtype)
+def weighted_sums(
+    kd: torch.Tensor, ce: torch.Tensor, token_weight: torch.Tensor, call: LossCall
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """total, kd and ce from the losses [n] of single tokens; a masked token is selected away."""
+    token_weight = token_weight.to(call.compute_dtype)
     kd, ce = ((token_weight * torch.where(token_weight != 0, loss, 0)).sum() for loss in (kd, ce))
     kd = kd * call.temperature**2
-    total = call.kd_weight * kd + call.ce_weight * ce
-    return LossSums(total, kd.detach(), ce.detach(), token_weight.sum())
+    return call.kd_weight * kd + call.ce_weight * ce, kd, ce

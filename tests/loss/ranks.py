@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes over gloo: what each tensor-parallel rank computes, compared with the oracle's truth on that rank."""
+
+import pickle
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_kd.loss import (
+    TopK,
+    VocabShard,
+    dense_divergence,
+    forward_chunked_divergence,
+    fused_linear_divergence,
+)
+from tests.loss.oracle import NAMES, make_case, oracle, poison_masked, ragged
+
+STEPS, BATCH = 12, 2
+IMPLEMENTATIONS = {
+    "forward": partial(fused_linear_divergence, strip_tokens=16),
+    "recompute": partial(fused_linear_divergence, strip_tokens=16, gradient="recompute"),
+    "dense": dense_divergence,
+    "forward_chunked": partial(forward_chunked_divergence, strip_tokens=16),
+}
+
+
+@dataclass
+class Outcome:
+    """One call on one rank against the oracle."""
+
+    name: str
+    difference: float
+    """Largest over the sums and this rank's share of the gradients."""
+    factor: float
+    """How many times the oracle's gradient the found one is: their dot product over the oracle's square."""
+    padding_is_zero: bool
+    same_on_all_ranks: bool
+
+
+def layouts(total, padded, world):
+    """Sizes of the shards: even, a third more padding than needed (some shards have no real column), and uneven."""
+    wide = -(-total // (world - 1)) if world > 2 else total + 5
+    uneven = [3, *[padded // world + 9] * (world - 2)]
+    return {
+        "even": [padded // world] * world,
+        "shard of padding": [wide] * world,
+        "uneven": [*uneven, padded - sum(uneven)],
+    }
+
+
+def problems():
+    """(case, divergence, CE weight, truth, kind) of every combination: the vocabulary is 507, padded to 512."""
+    for temperature in (1.0, 2.0):
+        case = make_case(tokens=STEPS * BATCH, total=507, padded=512, k=20, temperature=temperature)
+        case.token_weight[: 3 * BATCH] = 0  # all tokens of the first rank of four
+        for kind, used in (("full K", poison_masked(case)), ("ragged K", poison_masked(ragged(case)))):
+            for name, ce_weight in product(NAMES, (0.0, 0.5)):
+                if kind == "full K" or (name == "reverse_kl" and ce_weight):
+                    yield used, name, ce_weight, oracle(used, name, ce_weight=ce_weight), kind
+
+
+def on_ranks(world, function, *arguments):
+    """Run function(rank, world, *arguments) in `world` gloo processes; its results by rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (world, store.port, Path(folder), function, arguments), nprocs=world)
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world)]
+
+
+def _rank(rank, world, port, folder, function, arguments):
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    (folder / str(rank)).write_bytes(pickle.dumps(function(rank, world, *arguments)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compare_all(rank, world, combinations):
+    """Every combination with even shards in both fused modes, with and without sequence parallelism; some others."""
+    outcomes = []
+    for case, name, ce_weight, truth, kind in combinations:
+        for (layout, sizes), implementation, parallel in product(
+            layouts(case.total, len(case.weight), world).items(), IMPLEMENTATIONS, (False, True)
+        ):
+            fused = implementation in ("forward", "recompute")
+            rest = ce_weight and name in ("forward_kl", "reverse_kl") and case.temperature == 2
+            if (fused and layout == "even") or rest:
+                label = f"{name} T={case.temperature} ce={ce_weight} {kind} {layout} {implementation} sp={parallel}"
+                found = call(rank, world, case, name, ce_weight, sizes, IMPLEMENTATIONS[implementation], parallel)
+                outcomes.append(Outcome(label, *judge(rank, world, case, sizes, truth, parallel, *found)))
+    return outcomes
+
+
+def call(rank, world, case, name, ce_weight, sizes, function, parallel, **options):
+    """One call on this rank: the sums, and the gradients of hidden and weight."""
+    shard = VocabShard(sum(sizes[:rank]), sizes[rank], case.total, dist.group.WORLD)
+    hidden, weight = local_leaves(rank, world, case, sizes, parallel)
+    sums = function(
+        hidden,
+        weight,
+        TopK(*(part.unflatten(0, (STEPS, BATCH)) for part in case.teacher)),
+        case.token_weight.reshape(STEPS, BATCH),
+        labels=case.labels.reshape(STEPS, BATCH),
+        divergence=name,
+        ce_weight=ce_weight,
+        temperature=case.temperature,
+        shard=shard,
+        sequence_parallel=parallel,
+        **options,
+    )
+    sums.total.backward()
+    return sums, hidden.grad.flatten(0, 1), weight.grad
+
+
+def local_leaves(rank, world, case, sizes, parallel):
+    """This rank's hidden states and rows of the weight; all padding is NaN."""
+    rows = torch.full((sum(sizes), case.weight.shape[1]), torch.nan, dtype=case.weight.dtype)
+    rows[: case.total] = case.weight[: case.total]
+    hidden = case.hidden.unflatten(0, (STEPS, BATCH))
+    if parallel:
+        hidden = hidden.chunk(world)[rank]
+    return hidden.clone().requires_grad_(), rows.split(sizes)[rank].clone().requires_grad_()
+
+
+def judge(rank, world, case, sizes, truth, parallel, sums, grad_hidden, grad_weight):
+    """difference, factor, padding_is_zero, same_on_all_ranks."""
+    real = max(min(case.total - sum(sizes[:rank]), sizes[rank]), 0)
+    true_hidden = truth.grad_hidden.chunk(world)[rank] if parallel else truth.grad_hidden
+    true_weight = truth.grad_weight[sum(sizes[:rank]) :][:real]
+    found = torch.cat([grad_hidden.flatten(), grad_weight[:real].flatten()])
+    true = torch.cat([true_hidden.flatten(), true_weight.flatten()])
+    numbers = torch.stack([part.detach().double() for part in sums])
+    difference = torch.cat([found - true, numbers - torch.stack([truth.total, truth.kd, truth.ce, truth.weight])])
+    everyone = [torch.empty_like(numbers) for _ in range(world)]
+    dist.all_gather(everyone, numbers)
+    return (
+        float(difference.abs().nan_to_num(torch.inf).max()),
+        float(found @ true / (true @ true)) if true.any() else 1.0,
+        bool((grad_weight[real:] == 0).all()),
+        all(torch.equal(numbers, other) for other in everyone),
+    )
