@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables for a terminal: rows of text in, aligned lines out."""
+
+from collections.abc import Sequence
+
+BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns under a rule; the first column to the left, the others, which hold figures, to the right.
+
+    Raises:
+        ValueError: a row has more or fewer cells than `head`.
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def format_bytes(count: float) -> str:
+    """Three figures and a unit: 85.2 GiB."""
+    for unit in BYTES[:-1]:
+        if abs(count) < 1024:
+            break
+        count /= 1024
+    else:
+        unit = BYTES[-1]
+    return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
