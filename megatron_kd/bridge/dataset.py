@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows of a teacher cache belong to which sample of Megatron's dataset.
 
-Flows in: the datasets that Megatron-Bridge builds from a stock ``GPTDatasetConfig``. Flows out: the same datasets, each
-item carrying one more entry, ``kd_key`` = [split, index], and for every key the *spans* of the cache's token axis that
-hold its teacher rows. Cost: 16 bytes a sample in the batch and a few microseconds of numpy a sample; teacher rows
+Flows in: the datasets that Megatron-Bridge builds from a stock ``GPTDatasetConfig``. Flows out: the same datasets,
+each item carrying one more entry, ``kd_key`` = [split, index], and for every key the *spans* of the cache's token axis
+that hold its teacher rows. Cost: 16 bytes a sample in the batch and a few microseconds of numpy a sample; teacher rows
 themselves never enter the batch, because Bridge's rerun machinery keeps whole batches.
 
 Legend: S tokens of a sample, m spans of one sample.
@@ -60,8 +60,9 @@ def keyed_datasets(on_built: Callable[[list[KeyedDataset | None]], None]) -> Ite
     """While active, Bridge builds its GPT datasets as it always does and hands them on as `KeyedDataset`.
 
     ``cfg.dataset`` stays the stock dataclass, so every check Bridge makes on it still runs and the saved configuration
-    holds nothing of ours. Bridge offers no other seam: a subclass of ``GPTDatasetConfig`` is built by the stock builder,
-    and a ``DatasetProvider`` loses the checks. ``on_built`` receives the three datasets (None where a split is empty).
+    holds nothing of ours. Bridge offers no other seam: a subclass of ``GPTDatasetConfig`` is built by the stock
+    builder, and a ``DatasetProvider`` loses the checks. ``on_built`` receives the three datasets (None where a split
+    is empty).
     """
     registry = bridge_data._REGISTRY
     stock = dict(registry)
@@ -111,7 +112,7 @@ class DocumentSpans:
         end = self.corpus.starts[documents + 1].astype(np.int64)
         end[-1] = begin[-1] + last_offset + ds.config.add_extra_token_to_sequence
         begin[0] += first_offset
-        # The extra token is only a label. It is the last one, so cutting at S removes it, and nothing from a short sample.
+        # The extra token is only a label. It is the last, so cutting at S removes it, and nothing of a short sample.
         length = end - begin
         before = np.cumsum(length) - length
         length = np.clip(ds.config.sequence_length - before, 0, length)
@@ -200,7 +201,7 @@ def locate(dataset: Dataset, index: int) -> tuple[int, int]:
 
 
 def coordinates(spans: np.ndarray, length: int) -> np.ndarray:
-    """Axis coordinate of each of the ``length`` positions of a sample: int64 [length], `ABSENT` behind the spans' end."""
+    """Axis coordinate of each position of a sample: int64 [length], `ABSENT` behind the spans' end."""
     starts, lengths = spans[:, 0], spans[:, 1]
     before = np.cumsum(lengths) - lengths
     total = int(lengths.sum())
@@ -210,7 +211,7 @@ def coordinates(spans: np.ndarray, length: int) -> np.ndarray:
 
 
 def runs(coords: np.ndarray) -> np.ndarray:
-    """Consecutive coordinates joined: int64 [n] -> spans int64 [m, 2]. The inverse of `coordinates` (without `ABSENT`)."""
+    """Consecutive coordinates joined: int64 [n] -> spans int64 [m, 2]. Undoes `coordinates` (without `ABSENT`)."""
     if len(coords) == 0:
         return np.zeros((0, 2), dtype=np.int64)
     first = np.flatnonzero(np.diff(coords, prepend=coords[0] - 2) != 1)

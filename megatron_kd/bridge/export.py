@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's checkpoint as a Hugging Face folder, by Bridge's own export.
 
-Flows in: a checkpoint folder of a run, and the Hugging Face folder that its architecture and tokenizer come from. Flows
-out: a folder that ``transformers`` loads. Cost: one copy of the weights in host memory.
+Flows in: a checkpoint folder of a run, and the Hugging Face folder that its architecture and tokenizer come from.
+Flows out: a folder that ``transformers`` loads. Cost: one copy of the weights in host memory.
 """
 
 from pathlib import Path

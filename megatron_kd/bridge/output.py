@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hook between Megatron's last layer and the loss: hidden states and the head's weight in, the summed loss out.
 
-``GPTModel.forward(output_processor=...)`` hands over the hidden states (still sharded along the sequence under sequence
-parallelism) instead of calling the output layer, so the logits [tokens, vocabulary] are never made by Megatron.
+``GPTModel.forward(output_processor=...)`` hands over the hidden states (still sharded along the sequence under
+sequence parallelism) instead of calling the output layer, so Megatron never makes the logits [tokens, vocabulary].
 
 Legend: S positions of this context-parallel rank, B samples, H hidden size, K teacher entries, T tensor-parallel size.
 """
@@ -99,7 +99,7 @@ class DivergenceOutput:
 
 
 def run_forward_pre_hooks(module: torch.nn.Module) -> None:
-    """Run what ``module.__call__`` would run first. With ``overlap_param_gather``, DDP waits there for the parameters."""
+    """Run what ``module.__call__`` would run first: with ``overlap_param_gather``, DDP's wait for the parameters."""
     for hook_id, hook in module._forward_pre_hooks.items():
         if hook_id in module._forward_pre_hooks_with_kwargs:
             hook(module, (), {})

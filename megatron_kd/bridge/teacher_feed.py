@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the keys of a micro-batch to its teacher rows, read ahead in threads.
 
-Flows in: ``kd_key`` [B, 2] with the host batch it came with. Flows out: `TeacherBatch`, the rows of exactly the positions
-that this context-parallel rank computes. Every row read is compared with the batch's own tokens first (echo check).
-Cost: about 4·K + 8 bytes a position held for ``read_ahead`` micro-batches, and the read itself in another thread.
+Flows in: ``kd_key`` [B, 2] with the host batch it came with. Flows out: `TeacherBatch`, the rows of exactly the
+positions that this context-parallel rank computes. Every row read is compared with the batch's own tokens first (echo
+check). Cost: 8·K + 8 bytes a position held for ``read_ahead`` micro-batches, and the read itself in another thread.
 
 Legend: B samples, S positions of a sample, n positions of this context-parallel rank, K teacher entries.
 """
@@ -133,8 +133,8 @@ class CacheFeed:
                 return reader, DocumentSpans(part, corpus)
         held = ", ".join(f"{r.path} (of {r.manifest.corpus.get('index_digest')})" for r in self.readers)
         raise TeacherDataError(
-            f"dataset {SPLITS[split]}: no cache in kd.cache belongs to corpus {part.dataset_path} (index digest {digest}); "
-            f"found {held}. Build it with: megatron-kd cache build --corpus {part.dataset_path} ..."
+            f"dataset {SPLITS[split]}: no cache in kd.cache belongs to corpus {part.dataset_path} (index digest "
+            f"{digest}); found {held}. Build it with: megatron-kd cache build --corpus {part.dataset_path} ..."
         )
 
     def prefetch(self, batch: dict[str, Any]) -> None:
@@ -230,7 +230,7 @@ TeacherFeed = CacheFeed | SyntheticFeed
 
 
 class LookAhead:
-    """An iterator of host batches that starts reading teacher rows ``feed.read_ahead`` batches before they are asked for."""
+    """An iterator of host batches whose teacher rows are read ``feed.read_ahead`` batches before they are asked for."""
 
     def __init__(self, iterable: Iterator[dict[str, Any]], feed: CacheFeed):
         self._iterator = iter(iterable)

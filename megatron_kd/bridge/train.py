@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training run in the real Megatron-Bridge loop, on this process's rank.
 
-With ``cfg.kd`` the student learns from the teacher cache; without it, it is Megatron's default loss and nothing of ours
-takes part. Everything that can be refused is refused before the model is built.
+With ``cfg.kd`` the student learns from the teacher cache; without it, it is Megatron's default loss and nothing of
+ours takes part. Everything that can be refused is refused before the model is built.
 """
 
 import logging

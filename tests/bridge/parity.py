@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distillation from a sample cache of the whole vocabulary against the teacher's logits in memory; runs inside a CPU rank."""
+"""Distillation from a sample cache of the whole vocabulary against the teacher's logits in memory, inside a rank."""
 
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ def sample_parity(hf: Path, corpus: Path, index_cache: Path, root: Path) -> tupl
     plain.validate()
     units = SampleUnits(build_datasets(plain)[0])
     build_cache(
-        root / "teacher", units, root / "cache", top_k=VOCABULARY, values="f32", vocab_size=VOCABULARY, tile_tokens=500,
-        accept_teacher_loss=True, progress=False,
+        root / "teacher", units, root / "cache", top_k=VOCABULARY, vocab_size=VOCABULARY, values="f32",
+        tile_tokens=500, accept_teacher_loss=True, progress=False,
     )  # fmt: skip
 
     cached, memory = Recorder(), Recorder()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What teacher rows the data loaders of a run meet, and what they ought to meet; the functions run inside a CPU rank."""
+"""What teacher rows the data loaders of a run meet, and what they ought to meet; all runs inside a CPU rank."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def built(
 
 
 def true_positions(dataset: Any, index: int, length: int) -> list[tuple[int, np.ndarray]]:
-    """Axis positions of a `GPTDataset` sample, found by its tokens: (position in the sample, axis positions) per document part.
+    """Axis positions of a `GPTDataset` sample by its tokens: (position in the sample, axis positions) per document.
 
     Every pair of neighbouring tokens stands once in the corpus, so two tokens of one document say where they are.
     """
@@ -46,7 +46,7 @@ def true_positions(dataset: Any, index: int, length: int) -> list[tuple[int, np.
 
 
 def check_coordinates(hf: Path, root: Path) -> int:
-    """Coordinates of every sample against what its tokens say, over lengths, seeds, epochs and both extra-token settings."""
+    """Coordinates of all samples against what their tokens say: lengths, seeds, epochs, both extra-token settings."""
     from megatron_kd.bridge.dataset import DocumentSpans, coordinates, runs
     from megatron_kd.cache import Corpus
 
@@ -73,7 +73,7 @@ def check_coordinates(hf: Path, root: Path) -> int:
 
 
 def check_feed(hf: Path, root: Path) -> dict[str, int]:
-    """Rows met by each token over seeds, lengths, DP sizes and micro-batch sizes, against the rows of its axis position."""
+    """Rows met by each token over seeds, lengths, DP and micro-batch sizes, against the rows of its axis position."""
     import torch
     from megatron.bridge.data.samplers import build_pretraining_data_loader
 
@@ -92,8 +92,8 @@ def check_feed(hf: Path, root: Path) -> dict[str, int]:
             counts["runs"] += 1
             for rank in range(data_parallel):
                 loader = build_pretraining_data_loader(
-                    keyed, 0, "single", micro_batch, 0, True, data_parallel_rank=rank, data_parallel_size=data_parallel,
-                    global_batch_size=4, pin_memory=False,
+                    keyed, 0, "single", micro_batch, 0, True, data_parallel_rank=rank,
+                    data_parallel_size=data_parallel, global_batch_size=4, pin_memory=False,
                 )  # fmt: skip
                 for batch in LookAhead(loader, feed):
                     rows = feed.take(batch)
