@@ -230,7 +230,7 @@ TeacherFeed = CacheFeed | SyntheticFeed
 
 
 class LookAhead:
-    """An iterator of host batches whose teacher rows are read ``feed.read_ahead`` batches before they are asked for."""
+    """Host batches whose teacher rows are read ``feed.read_ahead`` batches before they are asked for."""
 
     def __init__(self, iterable: Iterator[dict[str, Any]], feed: CacheFeed):
         self._iterator = iter(iterable)

@@ -119,6 +119,11 @@ def in_rank_student(folder: Path) -> None:
     assert cfg.model.num_layers == 3 and not [*values]
     cfg, _ = load_config(config_file=folder / "run.yaml", overrides=[f"student={student}"])
     assert cfg.model.num_layers == 3
+    # Where there is no hub's model to replace.
+    with pytest.raises(ConfigError, match="takes no Hugging Face model"):
+        build_recipe("vanilla_gpt_pretrain_1gpu_h100_bf16_config", student)
+    with pytest.raises(ConfigError, match="has its own"):
+        build_recipe(cfg, student)
     # What cannot be had.
     (folder / "empty").mkdir()
     for wrong, expected in {
