@@ -32,9 +32,8 @@ def evaluate(teacher: Path, students: dict[str, Path], documents: Sequence[np.nd
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM
 
-    models = {
-        name: AutoModelForCausalLM.from_pretrained(path) for name, path in {TEACHER: teacher, **students}.items()
-    }
+    folders = {TEACHER: teacher, **students}
+    models = {name: AutoModelForCausalLM.from_pretrained(folder) for name, folder in folders.items()}
     result = {name: Fidelity() for name in models}
     with tqdm(total=sum(map(len, documents)), desc="      held-out tokens", unit="tok") as bar:
         for document in documents:

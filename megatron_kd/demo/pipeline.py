@@ -2,7 +2,7 @@
 """The demo from text to table, stage by stage.
 
 In: `Settings`, a run folder, and a text file or none. Out: what the stages leave in the run folder, and in it
-`results.json`, `table.txt` and `chart.png`. Costs at most ten minutes on two cores, three with `Settings.preset(quick=True)`.
+`results.json`, `table.txt` and `chart.png`. Costs at most ten minutes on two cores, three with the quick settings.
 """
 
 import importlib.metadata
@@ -122,8 +122,8 @@ def _corpus(stages: Stages, settings: Settings, teacher: Done, text: Path | None
     return stages.run(
         "corpus",
         "Corpus",
-        f"{'The documentation and standard library of Python' if text is None else text}, tokenised with the teacher's "
-        "tokenizer into Megatron's indexed dataset. Whole documents are held out.",
+        f"{'The documentation and standard library of Python' if text is None else text}, tokenised with the "
+        "teacher's tokenizer into Megatron's indexed dataset. Whole documents are held out.",
         make,
         settings={
             "text": platform.python_version() if text is None else _digest(text),
@@ -157,7 +157,8 @@ def _cache(stages: Stages, settings: Settings, teacher: Done, corpus: Done) -> D
         settings={"top_k": settings.top_k},
         after=[teacher, corpus],
         tell=lambda found: (
-            f"{found['tokens']:,} rows, {found['bytes'] / 1e6:.1f} MB, {found['bytes'] / found['tokens']:.0f} bytes a token"
+            f"{found['tokens']:,} rows, {found['bytes'] / 1e6:.1f} MB, "
+            f"{found['bytes'] / found['tokens']:.0f} bytes a token"
         ),
         continues=True,
     )

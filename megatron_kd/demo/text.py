@@ -92,8 +92,8 @@ def split(
                 return parts
             part, missing = wanted.pop(0)
     raise NotEnoughText(
-        f"the text ends {missing:,} tokens short of the {train_tokens:,} for training and {held_out_tokens:,} held out; "
-        "give a longer file, or fewer --steps"
+        f"the text ends {missing:,} tokens short of the {train_tokens:,} for training and "
+        f"{held_out_tokens:,} held out; give a longer file, or fewer --steps"
     )
 
 

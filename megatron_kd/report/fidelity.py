@@ -35,7 +35,8 @@ class Fidelity:
         """
         student, teacher = student_logits.float().log_softmax(-1), teacher_logits.float().log_softmax(-1)
         self.positions += len(labels)
-        self.kl_sum += (teacher.exp() * (teacher - student)).sum(-1).sum(dtype=torch.float64).item()
+        kl = torch.where(teacher.isneginf(), 0, teacher.exp() * (teacher - student))  # 0 log 0 = 0
+        self.kl_sum += kl.sum(-1).sum(dtype=torch.float64).item()
         self.agreements += int((student_logits.argmax(-1) == teacher_logits.argmax(-1)).sum())
         has_label = labels != NO_LABEL
         self.labelled += int(has_label.sum())

@@ -54,12 +54,9 @@ def _peak(loss: Callable[..., LossSums], shape: LossShape) -> int:
             torch.empty(shape.tokens),
         )
         token_weight = torch.ones(shape.tokens)
-        return peak_bytes(
-            lambda hidden, weight, *rest: (
-                loss(hidden, weight, TopK(*rest[:3]), rest[3], strip_tokens=shape.strip_tokens).total
-            ),
-            hidden,
-            weight,
-            *teacher,
-            token_weight,
-        )
+
+        def run(hidden: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            *teacher, token_weight = rest
+            return loss(hidden, weight, TopK(*teacher), token_weight, strip_tokens=shape.strip_tokens).total
+
+        return peak_bytes(run, hidden, weight, *teacher, token_weight)

@@ -25,10 +25,9 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def format_bytes(count: float) -> str:
     """Three figures and a unit: 85.2 GiB."""
-    for unit in BYTES[:-1]:
-        if abs(count) < 1024:
-            break
+    power = 0
+    while abs(count) >= 1024 and power < len(BYTES) - 1:
         count /= 1024
-    else:
-        unit = BYTES[-1]
-    return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
+        power += 1
+    digits = 0 if power == 0 or count >= 100 else 1 if count >= 10 else 2
+    return f"{count:.{digits}f} {BYTES[power]}"
