@@ -7,6 +7,7 @@ the ranks. Importing this package patches nothing.
 
 from megatron_kd.dryrun.launch import RankFailed, Ranks, run_ranks, start_ranks
 from megatron_kd.dryrun.prepare import Change, prepare, prepare_model
+from megatron_kd.dryrun.shrink import shrink
 
 __all__ = [
     "Change",
@@ -16,6 +17,7 @@ __all__ = [
     "prepare",
     "prepare_model",
     "run_ranks",
+    "shrink",
     "start_ranks",
 ]
 

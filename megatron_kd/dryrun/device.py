@@ -295,11 +295,12 @@ def _placeholder_transformer_engine(importer: str) -> Iterator[None]:
 
 def _megatron_patches() -> list[Patch]:
     import megatron.bridge.training.initialize as initialize
-    import megatron.core.tensor_parallel.layers as layers
+    import megatron.core.models.gpt.gpt_layer_specs as layer_specs
+    import megatron.core.tensor_parallel.layers as tensor_parallel
     import megatron.core.tensor_parallel.random as random
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
 
-    from megatron_kd.dryrun import adam
+    from megatron_kd.dryrun import adam, layers
 
     def skipping_groups_of_one(collective: Callable) -> Callable:
         @functools.wraps(collective)
@@ -315,9 +316,9 @@ def _megatron_patches() -> list[Patch]:
     return [
         *(
             Patch(
-                layers,
+                tensor_parallel,
                 name,
-                skipping_groups_of_one(getattr(layers, name)),
+                skipping_groups_of_one(getattr(tensor_parallel, name)),
                 "autograd refuses SequentialMLP's in-place bias addition to what an identity collective returns",
             )
             for name in ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region")
@@ -330,6 +331,12 @@ def _megatron_patches() -> list[Patch]:
                 ("load_state_dict", adam.with_own_steps),
                 ("_set_main_param_and_optimizer_states", adam.without_steps),
             )
+        ),
+        Patch(
+            layer_specs,
+            "get_gpt_mtp_block_spec",
+            layers.with_local_modules(layer_specs.get_gpt_mtp_block_spec),
+            "Bridge asks it for Transformer Engine's modules",
         ),
         Patch(
             initialize,

@@ -24,7 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+_PRELOAD = ["megatron_kd.dryrun.preload"]
 _LOG_LINES_SHOWN = 30
+_SECONDS_TO_LEAVE = 10
 _SET_BY_PRELOAD = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
@@ -130,6 +132,8 @@ class Ranks:
         """Return values in rank order; see `run_ranks`."""
         try:
             results = self._collect(time.monotonic() + timeout_s, timeout_s)
+            for process in self._processes:
+                process.join(_SECONDS_TO_LEAVE)
         finally:
             self.kill()
         if not self._keeps_logs:
@@ -165,7 +169,7 @@ class Ranks:
 
     def _receive(self, rank: int, pipe: multiprocessing.connection.Connection) -> Any:
         try:
-            succeeded, payload = pipe.recv()
+            succeeded, payload = pickle.loads(pipe.recv_bytes())
         except EOFError:
             self._processes[rank].join()
             code = self._processes[rank].exitcode
@@ -181,7 +185,7 @@ class Ranks:
 
 def _fork_server() -> multiprocessing.context.BaseContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_kd.dryrun.preload"])
+    context.set_forkserver_preload(_PRELOAD)
     return context
 
 
@@ -208,13 +212,13 @@ def _rank_main(pipe: multiprocessing.connection.Connection, work: bytes, env: di
         os.environ.clear()
         os.environ.update({**env, **preloaded})
         fn, args, kwargs = pickle.loads(work)
-        message = (True, _call(fn, args, kwargs))
-        pickle.dumps(message)
+        # By value: torch teaches multiprocessing to send handles of tensors, which die with the rank.
+        message = pickle.dumps((True, _call(fn, args, kwargs)))
     except BaseException:
-        message = (False, traceback.format_exc())
-        print(message[1], file=sys.stderr)
+        print(traceback.format_exc(), file=sys.stderr)
+        message = pickle.dumps((False, traceback.format_exc()))
     with contextlib.suppress(BrokenPipeError):
-        pipe.send(message)
+        pipe.send_bytes(message)
 
 
 def _call(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

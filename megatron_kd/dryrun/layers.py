@@ -11,6 +11,7 @@ rank, G key/value groups of this rank, R = N / G, D channels of a head.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
+from megatron_kd.errors import UserError
 
-class UnsupportedOnCpu(NotImplementedError):
+
+class UnsupportedOnCpu(UserError, NotImplementedError):
     """The model asks for something that CPU ranks do not have."""
 
 
@@ -51,14 +54,33 @@ def cpu_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tr
 def _use_our_modules(layer: ModuleSpec) -> None:
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CpuAttention
-    for owner in (layer.submodules, attention):
-        for name, module in vars(owner).items():
-            if module is WrappedTorchNorm:
-                setattr(owner, name, CpuNorm)
+    _use_our_norms(layer.submodules)
+    _use_our_norms(attention)
     mlp = layer.submodules.mlp  # functools.partial of the dense or the mixture-of-experts layer
     if mlp.func is MoELayer:
         experts = mlp.keywords["submodules"].experts
         mlp.keywords["submodules"].experts = functools.partial(CpuExperts, *experts.args, **experts.keywords)
+
+
+def _use_our_norms(submodules: Any) -> None:
+    for name, module in vars(submodules).items():
+        if module is WrappedTorchNorm:
+            setattr(submodules, name, CpuNorm)
+
+
+def with_local_modules(get_mtp_block_spec: Callable) -> Callable:
+    """Megatron's `get_gpt_mtp_block_spec` (multi-token prediction) with local modules, whatever is asked."""
+
+    @functools.wraps(get_mtp_block_spec)
+    def get_local_mtp_block_spec(
+        config: TransformerConfig, spec: Any, use_transformer_engine: bool, **place: Any
+    ) -> Any:
+        block = get_mtp_block_spec(config, spec, use_transformer_engine=False, **place)
+        for layer in block.layer_specs if block else ():
+            _use_our_norms(layer.submodules)
+        return block
+
+    return get_local_mtp_block_spec
 
 
 class CpuExperts(SequentialMLP):

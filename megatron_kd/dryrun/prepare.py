@@ -102,7 +102,6 @@ _DIST = {
 }
 _WHOLE = {
     "comm_overlap": (None, "overlap of tensor-parallel GEMMs needs Transformer Engine; cfg.ddp decides the rest"),
-    "profiling": (None, "profiles the GPU"),
     "straggler": (None, "times the GPU"),
     "nvrx_straggler": (None, "times the GPU"),
     "tensor_inspect": (None, _TRANSFORMER_ENGINE),
@@ -114,6 +113,10 @@ _SECTIONS = {
     "ddp": _DDP,
     "optimizer": _OPTIMIZER,
     "dist": _DIST,
+    "profiling": {
+        "use_nsys_profiler": (False, "profiles the GPU"),
+        "use_pytorch_profiler": (False, "profiles the GPU"),
+    },
     "rng": {"te_rng_tracker": (False, _TRANSFORMER_ENGINE)},
     "checkpoint": {
         "async_save": (False, "copies from the GPU in a second process"),
@@ -166,7 +169,7 @@ def _apply(section: Any, rules: dict[str, tuple[Any, str]], prefix: str) -> list
         if not hasattr(section, name):
             continue  # not every provider and dataset has every setting
         old = getattr(section, name)
-        if old != new and not (new is False and not old):
+        if old != new and (old or new):  # None, False and [] say the same
             setattr(section, name, new)
             changes.append(Change(prefix + name, old, new, why))
     return changes

@@ -14,7 +14,6 @@ LAYERS = 2
 
 def write_tiny_gpt_oss(folder: str | Path, *, dtype: str = "float32", seed: int = 0, **config: Any) -> Path:
     """A Hugging Face GPT-OSS with random weights, biases, sinks and norms: 4 experts, window 16 in layer 1 of 2."""
-    import torch
     from transformers import GptOssConfig, GptOssForCausalLM
 
     settings = dict(
@@ -31,12 +30,39 @@ def write_tiny_gpt_oss(folder: str | Path, *, dtype: str = "float32", seed: int 
         max_position_embeddings=4096,
         tie_word_embeddings=False,
     )
-    model = GptOssForCausalLM(GptOssConfig(**settings | config))
+    return _write(GptOssForCausalLM(GptOssConfig(**settings | config)), folder, dtype, seed)
+
+
+def write_tiny_llama(folder: str | Path, *, dtype: str = "float32", seed: int = 0, **config: Any) -> Path:
+    """A Hugging Face Llama with a tied head and random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = dict(
+        num_hidden_layers=LAYERS,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=True,
+    )
+    return _write(LlamaForCausalLM(LlamaConfig(**settings | config)), folder, dtype, seed)
+
+
+def _write(model: Any, folder: str | Path, dtype: str, seed: int) -> Path:
+    """With a tokenizer of numbered words, without which Bridge exports nothing."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         mean = 1.0 if "norm" in name else 0.0
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05 + mean)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(folder)
     return Path(folder)
 
 
@@ -61,14 +87,13 @@ def tiny_gpt_oss(
     Data parallelism is what the world size leaves. `settings` are dotted keys with __ for dots, such as
     `ddp__overlap_grad_reduce=True`, applied last.
     """
-    import torch
     from megatron.bridge import AutoBridge
     from megatron.bridge.recipes.common import _pretrain_common
 
     from megatron_kd import dryrun
 
     cfg = _pretrain_common()
-    bridge = AutoBridge.from_hf_pretrained(str(hf), torch_dtype=getattr(torch, dtype))
+    bridge = AutoBridge.from_hf_pretrained(str(hf))
     cfg.model = bridge.to_megatron_provider(load_weights=load_weights)
     cfg.model.tensor_model_parallel_size = tp
     cfg.model.sequence_parallel = tp > 1
@@ -108,21 +133,27 @@ def _set_precision(cfg: Any, dtype: str) -> None:
     cfg.model.params_dtype = cfg.model.pipeline_dtype = cfg.optimizer.params_dtype = getattr(torch, dtype)
 
 
-def train(hf: str | Path, forward_step: Any = None, **kwargs: Any) -> list[dict[str, float]]:
+def train(
+    hf: str | Path, forward_step: Any = None, stall: tuple[int, Path] | None = None, **kwargs: Any
+) -> list[dict[str, float]]:
     """Train `tiny_gpt_oss(hf, **kwargs)` with Bridge's pretrain and the stock loss (or another forward step).
+
+    stall=(n, path): stop after n steps, say so by creating `path`, and wait to be killed.
 
     Returns one dictionary a step: "grad norm", and the losses by name on ranks of the last pipeline stage.
     """
     from megatron.bridge.training.gpt_step import forward_step as stock_forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    recorder = Recorder()
+    recorder = Recorder(stall)
     pretrain(tiny_gpt_oss(hf, **kwargs), forward_step or stock_forward_step, callbacks=[recorder])
     return recorder.steps
 
 
-def Recorder() -> Any:
-    """A Bridge callback; its `steps` collect the losses and the gradient norm of each step."""
+def Recorder(stall: tuple[int, Path] | None = None) -> Any:
+    """A Bridge callback; its `steps` collect the losses and the gradient norm of each step. stall: see `train`."""
+    import time
+
     from megatron.bridge.training.callbacks import Callback
 
     class StepRecorder(Callback):
@@ -132,5 +163,8 @@ def Recorder() -> Any:
         def on_train_step_end(self, context: Any) -> None:
             losses = {name: float(value) for name, value in (context.loss_dict or {}).items()}
             self.steps.append({**losses, "grad norm": float(context.grad_norm)})
+            if stall and len(self.steps) == stall[0]:
+                stall[1].touch()
+                time.sleep(600)
 
     return StepRecorder()

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real pretrain loop with its stock loss: every layout trains as one rank does."""
+
+import math
+
+import pytest
+
+from megatron_kd.dryrun import run_ranks
+from tests.dryrun.tiny import VOCABULARY, train
+
+LAYOUTS = {
+    "TP=2+SP": (2, dict(tp=2)),
+    "PP=2": (2, dict(pp=2)),
+    "EP=2": (2, dict(ep=2)),
+    "DP=2": (2, {}),
+    "CP=2": (2, dict(cp=2)),
+    "TP=2xPP=2": (4, dict(tp=2, pp=2)),
+}
+
+
+def last_stage(world_size: int, hf, **kwargs) -> list[dict[str, float]]:
+    return run_ranks(train, world_size, args=(hf,), kwargs=kwargs)[-1]
+
+
+def assert_close(steps, expected, tolerance: float) -> None:
+    assert [set(step) for step in steps] == [{"lm loss", "grad norm"}] * len(expected)
+    for step, right in zip(steps, expected, strict=True):
+        assert step == pytest.approx(right, rel=0, abs=tolerance)
+
+
+@pytest.fixture(scope="module")
+def one_rank(gpt_oss) -> list[dict[str, float]]:
+    steps = last_stage(1, gpt_oss)
+    assert len(steps) == 5
+    assert abs(steps[0]["lm loss"] - math.log(VOCABULARY)) < 0.5
+    assert len({step["lm loss"] for step in steps}) == 5
+    return steps
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fp32_layout_trains_as_one_rank(layout, gpt_oss, one_rank):
+    world_size, sizes = LAYOUTS[layout]
+    assert_close(last_stage(world_size, gpt_oss, **sizes), one_rank, 1e-4)
+
+
+def test_data_parallel_overlap_changes_nothing(gpt_oss, one_rank):
+    apart = dict(
+        ddp__overlap_grad_reduce=False, ddp__overlap_param_gather=False, optimizer__overlap_param_gather=False
+    )
+    assert_close(last_stage(2, gpt_oss, **apart), one_rank, 1e-4)
+
+
+@pytest.mark.parametrize("layout", ["TP=2+SP", "CP=2"])
+def test_bf16_layout_stays_near_fp32(layout, gpt_oss, one_rank):
+    world_size, sizes = LAYOUTS[layout]
+    assert_close(last_stage(world_size, gpt_oss, dtype="bfloat16", **sizes), one_rank, 0.03)
+
+
+def test_multi_token_prediction_trains(gpt_oss):
+    steps = run_ranks(
+        train, 2, args=(gpt_oss,), kwargs=dict(tp=2, steps=2, load_weights=False, model__mtp_num_layers=1)
+    )
+    assert all(abs(step["mtp_1 loss"] - math.log(VOCABULARY)) < 0.5 for step in steps[-1])
