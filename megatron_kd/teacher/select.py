@@ -119,38 +119,39 @@ def _select_strip(
     label_logprobs: torch.Tensor | None = None,
 ) -> None:
     """Fill the rows of one strip; `logits` [n, V] is used up."""
-    total = logits.logsumexp(-1)
+    values, kept = ranked_top_k(logits, ids.shape[1])
+    own = None if labels is None else logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    logits.scatter_(-1, kept, -torch.inf)
+    tail = logits.logsumexp(-1)
+    total = torch.logaddexp(values.logsumexp(-1), tail)
     if not total.isfinite().all():
         row = int((~total.isfinite()).nonzero()[0])
         raise FloatingPointError(
             f"the teacher's logits are NaN or infinite (row {row} of a strip); its weights or dtype fail"
         )
-    values, kept = ranked_top_k(logits, ids.shape[1])
     ids.copy_(kept)
     torch.sub(values, total[:, None], out=logprobs)
-    if label_logprobs is not None:
-        own = logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0] - total
-        label_logprobs.copy_(own.where(labels >= 0, 0))
-    logits.scatter_(-1, kept, -torch.inf)
-    torch.sub(logits.logsumexp(-1), total, out=log_tail)
+    torch.sub(tail, total, out=log_tail)
     for column, temperature in enumerate(temperatures):
         tail_T[:, column] = (logits / temperature).logsumexp(-1) - total / temperature
+    if label_logprobs is not None:
+        label_logprobs.copy_((own - total).where(labels >= 0, 0))
 
 
 def ranked_top_k(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `top_k` largest entries of each row, by value and, where equal, by ascending id; at the cut too.
 
-    `torch.topk` takes any of the entries that tie with the last one, so rows where some tie was left out are chosen
-    again.
+    `torch.topk` takes any of the entries that tie with the last one, so one more is asked for, and rows where it ties
+    are chosen again.
 
     Returns:
         Values and ids, [n, K].
     """
-    values, ids = logits.topk(top_k, dim=-1, sorted=False)
-    cut = values.amin(-1, keepdim=True)
-    left_out = (logits == cut).sum(-1) > (values == cut).sum(-1)
-    if left_out.any():
-        ids[left_out] = _lowest_ids_at_the_cut(logits[left_out], cut[left_out], top_k)
+    values, ids = logits.topk(min(top_k + 1, logits.shape[-1]), dim=-1)
+    cut, ids = values[:, top_k - 1 : top_k], ids[:, :top_k].contiguous()
+    tied = (values[:, top_k:] == cut).any(-1)
+    if tied.any():
+        ids[tied] = _lowest_ids_at_the_cut(logits[tied], cut[tied], top_k)
     ids = ids.sort(-1).values
     values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(-1, order)
