@@ -81,19 +81,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns the exit code."""
+    """Runs the command; returns 0, or 1 if a dry run broke down."""
     request = Request(args.recipe, args.student, args.config_file, tuple(args.overrides))
     if not args.dry_run and (args.ranks or args.world_size):
         raise UserError("--ranks and --world-size belong to --dry-run; a real run has as many ranks as were started.")
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
         raise UserError("training needs Megatron-Bridge, which is not installed: pip install 'megatron-kd[bridge]'")
     check_readable(request)
-    if args.print_config:
-        print(_on_cpu_ranks("print_config", 1, request)[0], end="")
-    elif args.dry_run:
-        return dry_run(request, ranks=args.ranks, world_size=args.world_size)
-    else:
-        train(request, args.run_dir)
+    try:
+        if args.print_config:
+            print(_on_cpu_ranks("print_config", 1, request)[0], end="")
+        elif args.dry_run:
+            dry_run(request, ranks=args.ranks, world_size=args.world_size)
+        else:
+            train(request, args.run_dir)
+    except dryrun.RankFailed as error:
+        print(f"megatron-kd: a CPU rank broke down. {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -144,29 +148,21 @@ def default_run_dir(request: Request, world_size: int) -> Path:
     return Path("runs") / f"{name}-{job or time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def dry_run(request: Request, *, ranks: int | None, world_size: int | None) -> int:
+def dry_run(request: Request, *, ranks: int | None, world_size: int | None) -> None:
     """Checks the run that was asked for, then trains a shrunk one for a few steps, and says what it did.
-
-    Returns:
-        0, or 1 if the shrunk run broke down.
 
     Raises:
         UserError: the run would be refused.
+        RankFailed: the shrunk run broke down.
     """
     print("Loading Megatron-Bridge on a CPU rank (half a minute).", flush=True)
     world_size, changes = _on_cpu_ranks("check", 1, request, ranks, world_size)[0]
     print("The configuration is accepted. Changed for the dry run:", *changes, sep="\n  ")
     print(f"Training on {world_size} CPU ranks.", flush=True)
-    with tempfile.TemporaryDirectory(prefix="megatron-kd-") as folder:
-        try:
-            ranks_losses = _on_cpu_ranks("train_shrunk", world_size, request, ranks, Path(folder))
-        except dryrun.RankFailed as error:
-            print(f"megatron-kd: the dry run broke down on {error}", file=sys.stderr)
-            return 1
-    for number, step in enumerate(max(ranks_losses, key=lambda steps: len(steps[0])), start=1):
+    losses = max(_on_cpu_ranks("train_shrunk", world_size, request, ranks), key=lambda steps: len(steps[0]))
+    for number, step in enumerate(losses, start=1):
         print(f"  step {number}: " + ", ".join(f"{name} {value:.4f}" for name, value in step.items()))
     print("Dry run passed.")
-    return 0
 
 
 def _on_cpu_ranks(name: str, world_size: int, *args: Any) -> list[Any]:

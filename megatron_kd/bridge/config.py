@@ -21,11 +21,13 @@ from megatron.bridge.utils.instantiate_utils import (
     register_allowed_target_prefix,
 )
 
+from megatron_kd.bridge.conform import Mismatch, conform, describe
 from megatron_kd.bridge.finalise import OverwrittenValue, check_final, finalise_preview
-from megatron_kd.bridge.overrides import UserValues, apply_settings
+from megatron_kd.bridge.overrides import UserValues, apply_settings, field_hints
 from megatron_kd.bridge.preflight import check_before_start, refuse_unsupported
 from megatron_kd.bridge.settings import Settings, read_arguments, read_yaml
 from megatron_kd.errors import ConfigError
+from megatron_kd.loss import DIVERGENCES
 
 __all__ = [
     "ConfigError",
@@ -92,6 +94,11 @@ class KDConfig:
         Raises:
             ConfigError: names the key, what it may be and what it is.
         """
+        for name, hint in field_hints(KDConfig).items():
+            try:
+                setattr(self, name, conform(getattr(self, name), hint))
+            except Mismatch:
+                raise ConfigError(f"kd.{name} expects {describe(hint)}, found {getattr(self, name)!r}.") from None
         for name, positive in (("top_k", True), ("strip_tokens", True), ("temperature", True), ("read_ahead", False)):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and (value > 0 if positive else value >= 0)):
@@ -120,8 +127,6 @@ def resolve_divergence(divergence: str) -> str | Callable:
     Raises:
         ConfigError: the name is not known, or the function cannot be imported.
     """
-    from megatron_kd.loss import DIVERGENCES
-
     if divergence in DIVERGENCES:
         return divergence
     if ":" not in divergence:
@@ -142,8 +147,9 @@ class KDConfigContainer(ConfigContainer):
 
     @classmethod
     def wrap(cls, container: ConfigContainer, kd: KDConfig | None = None) -> Self:
-        """A stock container's every field, the same objects, and `kd`."""
+        """A stock container's every field, the same objects, and `kd`; one of ours as it is, with `kd` if given."""
         if isinstance(container, cls):
+            container.kd = kd or container.kd
             return container
         wrapped = cls(
             **{field.name: getattr(container, field.name) for field in dataclasses.fields(container) if field.init},

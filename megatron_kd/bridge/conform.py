@@ -79,8 +79,8 @@ def _first_that_takes(value: Any, hints: Sequence[Any]) -> Any:
     raise Mismatch
 
 
-def _member(value: Any, members: Sequence[Any]) -> Any:
-    for member in members:
+def _member(value: Any, allowed: Sequence[Any]) -> Any:
+    for member in allowed:
         if type(value) is type(member) and value == member:
             return value
     raise Mismatch

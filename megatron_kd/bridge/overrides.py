@@ -51,9 +51,6 @@ class UserValues:
     def __iter__(self) -> Iterator[UserValue]:
         return iter(self._values.values())
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
 
 def apply_settings(root: Any, layers: Sequence[Settings]) -> UserValues:
     """Puts each layer onto the tree `root`; then `${key}` and `${oc.env:NAME}`, which see the values of all layers.

@@ -41,60 +41,53 @@ def check_settings(cfg: ConfigContainer, *, world_size: int) -> None:
     """
     refuse_unsupported(cfg)
     check_lengths(cfg)
+    check_vocabulary(cfg)
     check_paths(cfg)
     check_layout(cfg, world_size)
 
 
-def _set(section: str, *names: str, allowed: tuple = (None, False, 0)) -> Callable[[ConfigContainer], str | None]:
-    """A test of fields of one section: the first that holds something else than `allowed`, as text."""
+_Finder = Callable[[ConfigContainer], str | None]
+
+
+def _on(section: str, *names: str, off: tuple = (None, False, "none")) -> _Finder:
+    """Finds the first of some fields of one section that is not off, as text."""
 
     def find(cfg: ConfigContainer) -> str | None:
-        part = getattr(cfg, section, None)
-        for name in names:
-            if getattr(part, name, None) not in allowed:
-                return f"{section}.{name}={getattr(part, name)!r}"
-        return None
+        part = getattr(cfg, section)
+        on = [f"{section}.{name}={value!r}" for name in names if (value := getattr(part, name, None)) not in off]
+        return on[0] if on else None
 
     return find
 
 
-def _not_gpt_dataset(cfg: ConfigContainer) -> str | None:
-    return (
-        None
-        if type(cfg.dataset) in (GPTDatasetConfig, MockGPTDatasetConfig)
-        else f"dataset {type(cfg.dataset).__name__}"
-    )
-
-
-def _not_gpt_model(cfg: ConfigContainer) -> str | None:
+def _other_model(cfg: ConfigContainer) -> str | None:
     return None if isinstance(cfg.model, GPTModelProvider) else f"model {type(cfg.model).__name__}"
 
 
-_UNSUPPORTED: tuple[tuple[Callable[[ConfigContainer], str | None], str], ...] = (
-    (_not_gpt_model, "a GPT model provider"),
-    (
-        _not_gpt_dataset,
-        "GPTDatasetConfig, as a pre-training recipe has; SFT and packed sequences are not supported yet",
-    ),
-    (_set("model", "mtp_num_layers"), "null: multi-token prediction has heads of its own"),
-    (_set("model", "virtual_pipeline_model_parallel_size", allowed=(None, 1)), "null"),
-    (_set("model", "overlap_moe_expert_parallel_comm"), "false: it needs a schedule plan (return_schedule_plan)"),
-    (
-        _set("comm_overlap", "overlap_moe_expert_parallel_comm"),
-        "false: it needs a schedule plan (return_schedule_plan)",
-    ),
-    (
-        _set("comm_overlap", "defer_embedding_wgrad_compute"),
-        "false: the loss computes the head's weight gradient itself",
-    ),
-    (_set("model", "defer_embedding_wgrad_compute"), "false: the loss computes the head's weight gradient itself"),
-    (_set("model", "enable_cuda_graph", "external_cuda_graph"), "false"),
-    (_set("model", "cuda_graph_impl", allowed=(None, "none")), "none"),
-    (_set("model", "fp8_output_proj"), "false: the head's logits are computed from unquantised weights"),
-    (_set("model", "hybrid_context_parallel"), "false"),
-    (_set("ddp", "use_megatron_fsdp"), "false: the head's weight must be whole on its rank"),
-    (_set("dist", "use_megatron_fsdp", "use_torch_fsdp2"), "false: the head's weight must be whole on its rank"),
-    (_set("dist", "eval_context_parallel_size"), "null"),
+def _other_dataset(cfg: ConfigContainer) -> str | None:
+    kind = type(cfg.dataset)  # exactly, since a subclass gives other samples
+    return None if kind in (GPTDatasetConfig, MockGPTDatasetConfig) else f"dataset {kind.__name__}"
+
+
+_SCHEDULE_PLAN = "false: it needs a schedule plan (return_schedule_plan)"
+_OWN_WGRAD = "false: the loss computes the head's weight gradient itself"
+_WHOLE_HEAD = "false: the head's weight must be whole on its rank"
+_UNSUPPORTED: tuple[tuple[_Finder, str], ...] = (
+    (_other_model, "a GPT model provider"),
+    (_other_dataset, "GPTDatasetConfig, as pre-training recipes have; SFT and packed sequences are not supported yet"),
+    (_on("model", "mtp_num_layers", off=(None, 0)), "null: multi-token prediction has heads of its own"),
+    (_on("model", "virtual_pipeline_model_parallel_size", off=(None, 1)), "null"),
+    (_on("model", "overlap_moe_expert_parallel_comm"), _SCHEDULE_PLAN),
+    (_on("comm_overlap", "overlap_moe_expert_parallel_comm"), _SCHEDULE_PLAN),
+    (_on("model", "defer_embedding_wgrad_compute"), _OWN_WGRAD),
+    (_on("comm_overlap", "defer_embedding_wgrad_compute"), _OWN_WGRAD),
+    (_on("model", "enable_cuda_graph", "external_cuda_graph"), "false"),
+    (_on("model", "cuda_graph_impl"), "none"),
+    (_on("model", "fp8_output_proj"), "false: the head's weight is read unquantised"),
+    (_on("model", "hybrid_context_parallel"), "false"),
+    (_on("ddp", "use_megatron_fsdp"), _WHOLE_HEAD),
+    (_on("dist", "use_megatron_fsdp", "use_torch_fsdp2"), _WHOLE_HEAD),
+    (_on("dist", "eval_context_parallel_size", off=(None,)), "null"),
     (lambda cfg: None if cfg.peft is None else "peft", "null: adapters are not supported yet"),
 )
 
@@ -119,6 +112,15 @@ def check_lengths(cfg: ConfigContainer) -> None:
         raise ConfigError(
             f"model.seq_length={model} and dataset.seq_length={dataset} must be equal. Set both, or in YAML write "
             "dataset: {seq_length: ${model.seq_length}}."
+        )
+
+
+def check_vocabulary(cfg: ConfigContainer) -> None:
+    """The model keeps the vocabulary of the weights it starts from, as Bridge's pre-training recipes would not."""
+    if cfg.checkpoint.pretrained_checkpoint is not None and cfg.tokenizer.use_tokenizer_vocab_size:
+        raise ConfigError(
+            "tokenizer.use_tokenizer_vocab_size=True would replace model.vocab_size by the tokenizer's, and the "
+            "weights of checkpoint.pretrained_checkpoint would not fit. Set it to false."
         )
 
 

@@ -48,19 +48,28 @@ def build_recipe(what: str | Recipe | ConfigContainer, student: str | Path | Non
         ConfigError: no such recipe (the nearest names are given), or the student cannot be read.
     """
     if isinstance(what, ConfigContainer):
+        if student is not None:
+            raise ConfigError(
+                "a student replaces the model of a recipe by name; a container that is built has its own."
+            )
         return copy.deepcopy(what)
     if isinstance(what, str) and what.startswith("hf:"):
         what, student = any_model_config, what.removeprefix("hf:")
     function = what if callable(what) else _find(what)
     folder = None if student is None else _local_folder(student)
-    with _architectures(folder):
+    with _architectures(folder) as read:
         cfg = function()
     if not isinstance(cfg, ConfigContainer):
         raise ConfigError(f"recipe {what!r} returned {type(cfg).__name__}, expected a ConfigContainer.")
     if folder is not None:
+        if not read:
+            raise ConfigError(
+                f"recipe {what!r} takes no Hugging Face model, so a student cannot replace it: hf:{folder}"
+            )
         cfg.tokenizer.tokenizer_type = "HuggingFaceTokenizer"
         cfg.tokenizer.tokenizer_model = folder
         cfg.tokenizer.vocab_size = None
+        cfg.tokenizer.use_tokenizer_vocab_size = False  # the weights have the model's own, which is often larger
         cfg.checkpoint.pretrained_checkpoint = folder
     return cfg
 
@@ -169,14 +178,17 @@ _ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
 
 
 @contextmanager
-def _architectures(folder: str | None) -> Iterator[None]:
+def _architectures(folder: str | None) -> Iterator[list[str]]:
     """While a recipe is built, `AutoBridge` reads the student's folder or an architecture of ours instead of the hub.
 
-    Bridge's recipes name a hub model in their code and take no argument, so there is no other way in.
+    Bridge's recipes name a hub model in their code and take no argument, so there is no other way in. Yields a list
+    of the models that the recipe asks for.
     """
+    asked: list[str] = []
     stock = AutoBridge.__dict__["from_hf_pretrained"]
 
     def from_hf_pretrained(cls: type[AutoBridge], path: str | Path, **kwargs: Any) -> AutoBridge:
+        asked.append(str(path))
         if folder is None and str(path) in _ARCHITECTURES:
             config = _ARCHITECTURES[str(path)]()
             config.name_or_path = str(path)
@@ -191,7 +203,7 @@ def _architectures(folder: str | None) -> Iterator[None]:
 
     AutoBridge.from_hf_pretrained = classmethod(from_hf_pretrained)
     try:
-        yield
+        yield asked
     finally:
         AutoBridge.from_hf_pretrained = stock
 
@@ -224,6 +236,7 @@ def gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config() -> KDConfigContainer:
     cfg.model.expert_model_parallel_size = 8
     cfg.model.expert_tensor_parallel_size = 1
     cfg.model.seq_length = cfg.dataset.seq_length = 32768
+    cfg.tokenizer.use_tokenizer_vocab_size = False
     cfg.train.micro_batch_size = 1
     cfg.train.global_batch_size = 64
     return cfg
@@ -239,4 +252,5 @@ def _around(model: str) -> KDConfigContainer:
     cfg.model = AutoBridge.from_hf_pretrained(model).to_megatron_provider(load_weights=False)
     cfg.model.seq_length = cfg.dataset.seq_length
     cfg.tokenizer.tokenizer_model = model
+    cfg.tokenizer.use_tokenizer_vocab_size = False
     return cfg

@@ -5,16 +5,14 @@ In: what was asked on the command line. Out: plain values, as they travel back t
 builds the same configuration for itself; nothing is sent to it but the request.
 """
 
-from pathlib import Path
-
 import yaml
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.training.config.yaml_utils import safe_yaml_representers
 
 from megatron_kd import dryrun
 from megatron_kd.bridge.commands import Request
-from megatron_kd.bridge.config import KDConfigContainer, check_final, finalise_preview, load_config, use_run_dir
-from megatron_kd.bridge.preflight import check_settings, smallest_world_size
+from megatron_kd.bridge.config import KDConfigContainer, check_final, finalise_preview, load_config
+from megatron_kd.bridge.preflight import check_layout, check_settings, smallest_world_size
 from megatron_kd.bridge.teacher_feed import SYNTHETIC
 from megatron_kd.bridge.train import open_feed, train
 
@@ -43,24 +41,21 @@ def check(request: Request, ranks: int | None, world_size: int | None) -> tuple[
     for change in [*_without_cache(cfg), *dryrun.prepare(cfg)]:
         values.forget(change.key)
     check_final(finalise_preview(cfg, world_size=world_size), values, before=cfg)
-    shrunk, changes = _shrunk(request, ranks, None)
+    shrunk, changes = _shrunk(request, ranks)
+    check_layout(shrunk, ranks or smallest_world_size(shrunk))
     return ranks or smallest_world_size(shrunk), [str(change) for change in changes]
 
 
-def train_shrunk(request: Request, ranks: int | None, run_dir: Path) -> list[dict[str, float]]:
+def train_shrunk(request: Request, ranks: int | None) -> list[dict[str, float]]:
     """Trains; each step's losses, by name, on ranks of the last pipeline stage."""
     steps = _Steps()
-    train(_shrunk(request, ranks, run_dir)[0], callbacks=[steps])
+    train(_shrunk(request, ranks)[0], callbacks=[steps])
     return steps.losses
 
 
-def _shrunk(
-    request: Request, ranks: int | None, run_dir: Path | None
-) -> tuple[KDConfigContainer, list[dryrun.Change]]:
+def _shrunk(request: Request, ranks: int | None) -> tuple[KDConfigContainer, list[dryrun.Change]]:
     cfg, _ = load_config(**request._asdict())
-    changes = [*_without_cache(cfg), *dryrun.shrink(cfg, world_size=ranks), *dryrun.prepare(cfg)]
-    use_run_dir(cfg, run_dir)
-    return cfg, changes
+    return cfg, [*_without_cache(cfg), *dryrun.shrink(cfg, world_size=ranks), *dryrun.prepare(cfg)]
 
 
 def _without_cache(cfg: KDConfigContainer) -> list[dryrun.Change]:

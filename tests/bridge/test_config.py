@@ -264,6 +264,10 @@ UNSUPPORTED = {
 MISFITS = {
     ("model.seq_length=128",): (8, ["model.seq_length=128", "dataset.seq_length=32768"]),
     ("checkpoint.pretrained_checkpoint=/nope",): (8, ["checkpoint.pretrained_checkpoint=/nope", "does not exist"]),
+    ("checkpoint.pretrained_checkpoint=/nope", "tokenizer.use_tokenizer_vocab_size=true"): (
+        8,
+        ["tokenizer.use_tokenizer_vocab_size=True", "model.vocab_size", "Set it to false"],
+    ),
     ("checkpoint.load=/nope",): (8, ["checkpoint.load=/nope", "does not exist"]),
     ("checkpoint.load=/tmp",): (8, ["checkpoint.load=/tmp", "without a checkpoint"]),
     (): (6, ["world size 6", "TP=4 PP=1 CP=1 EP=8", "TP*PP*CP = 4", "8 or 16"]),

@@ -55,6 +55,7 @@ def in_rank_own_recipes() -> None:
     gpt_oss, smollm2 = build_recipe(GPT_OSS), build_recipe(SMOLLM2)
     for cfg in (gpt_oss, smollm2):
         assert type(cfg) is KDConfigContainer and cfg.kd == KDConfig()
+        assert not cfg.tokenizer.use_tokenizer_vocab_size
     model = gpt_oss.model
     assert (model.num_layers, model.hidden_size, model.num_moe_experts, model.moe_router_topk) == (24, 2880, 32, 4)
     assert (model.vocab_size, model.window_size, model.softmax_type) == (201088, (127, 0), "learnable")
@@ -112,6 +113,7 @@ def in_rank_student(folder: Path) -> None:
         assert (cfg.model.num_layers, cfg.model.hidden_size, cfg.model.vocab_size) == (3, 64, 512)
         assert cfg.model.hf_model_id == cfg.tokenizer.tokenizer_model == str(student)
         assert cfg.checkpoint.pretrained_checkpoint == str(student)
+        assert not cfg.tokenizer.use_tokenizer_vocab_size
     assert build_recipe(GPT_OSS, student).model.expert_model_parallel_size == 8
     # From the YAML, and the command line wins.
     (folder / "run.yaml").write_text(f"recipe: {GPT_OSS}\nstudent: /not/there\n")
