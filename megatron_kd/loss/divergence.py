@@ -125,7 +125,7 @@ def find_divergence(divergence: str | Divergence) -> Divergence:
         return divergence
     if divergence in DIVERGENCES:
         return DIVERGENCES[divergence]
-    if found := re.fullmatch(r"jsd\(([-+.\de]+)\)", str(divergence)):
+    if found := re.fullmatch(r"jsd\((\d*\.?\d+)\)", str(divergence)):
         return jsd(float(found[1]))
     near = difflib.get_close_matches(str(divergence), DIVERGENCES, n=1, cutoff=0)[0]
     raise LossArgumentError(

@@ -13,8 +13,9 @@ logit gradient of f is
 and cross entropy adds softmax(z)_v - [v = label]. So a strip needs two scalars per token for the tail and K values.
 
 Cost per strip: "forward" 3 GEMMs, all in forward; "recompute" 1 in forward and 3 in backward. Memory beyond the
-arguments and their gradients: one strip of logits; "forward" keeps the hidden gradient [R, H] and the weight gradient
-[shard.size, H] in `compute_dtype` until backward; "recompute" keeps 2 numbers a token (3 if labels meet T != 1).
+arguments and their gradients: a strip of logits and up to three times that for passes in eager torch; "forward" keeps
+the hidden gradient [R, H] and, in `compute_dtype`, the weight gradient [shard.size, H] until backward; "recompute"
+keeps 2 numbers a token (3 if labels meet T != 1).
 Collectives per strip, TP > 1: all-gather of hidden (sequence parallel), one all-reduce of about K + TP numbers a token
 (again in backward if recomputing), reduce-scatter (sequence parallel) or all-reduce of the hidden gradient, in the
 dtype of hidden.
@@ -31,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from megatron_kd.loss.arguments import LossCall, LossSums, TopK, check_arguments
 from megatron_kd.loss.divergence import EMPTY, is_empty, value_and_gradient
 from megatron_kd.loss.main_grad import accumulator, deliver, scaled
-from megatron_kd.loss.matmul import add_weight_gradient, hidden_gradient
+from megatron_kd.loss.matmul import add_weight_gradient, gradient_operand, hidden_gradient
 from megatron_kd.loss.row_kernels import RowGradient, read_logits, row_gradient_, row_statistics, take_logits_
 from megatron_kd.loss.strips import Strip, strips
 from megatron_kd.loss.vocab_parallel import VocabShard, all_reduce, reduce_scatter_rows, share_statistics
@@ -155,10 +156,11 @@ class FusedLinearDivergence(torch.autograd.Function):
         call, (hidden, weight, *kept) = ctx.call, ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs[0] else None
         grad_weight = accumulator(ctx.weight, call.compute_dtype) if ctx.needs[1] else None
-        for strip, log_sums in zip(strips(hidden, weight, call), kept, strict=True):
-            owned, _ = share_statistics(take_owned(strip), log_sums[:, :0], call.shard)
-            _, _, gradient = token_losses(strip, owned, log_sums, call, scale)
-            add_gradients(strip, gradient, weight, grad_hidden, grad_weight, call)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for strip, log_sums in zip(strips(hidden, weight, call), kept, strict=True):
+                owned, _ = share_statistics(take_owned(strip), log_sums[:, :0], call.shard)
+                _, _, gradient = token_losses(strip, owned, log_sums, call, scale)
+                add_gradients(strip, gradient, weight, grad_hidden, grad_weight, call)
         if grad_weight is not None:
             grad_weight = deliver(ctx.weight, grad_weight)
         return grad_hidden, grad_weight, None, None
@@ -255,12 +257,13 @@ def add_gradients(
     """
     row_gradient_(strip.logits, strip.columns, strip.label_column, gradient, call.temperature)
     real = slice(call.shard.real)
+    grad = gradient_operand(strip.logits, weight)
     if grad_hidden is not None:
-        partial = hidden_gradient(strip.logits, weight[real])
+        partial = hidden_gradient(grad, weight[real])
         share = reduce_scatter_rows if call.sequence_parallel else all_reduce
         grad_hidden[strip.rows] = share(partial, call.shard)
     if grad_weight is not None:
-        add_weight_gradient(grad_weight[real], strip.logits, strip.hidden)
+        add_weight_gradient(grad_weight[real], grad, strip.hidden)
 
 
 def loss_sums(kd: torch.Tensor, ce: torch.Tensor, call: LossCall) -> LossSums:

@@ -16,12 +16,12 @@ BLOCK = 8192
 
 
 def logits_into(out: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> None:
-    """out[n, V] = hidden @ weight.T, rounded to `dtype` on the way if that is narrower than out."""
-    if dtype == hidden.dtype != out.dtype:
-        out.copy_(hidden @ weight.T)
-    elif hidden.dtype == out.dtype:
+    """out[n, V] = hidden @ weight.T, rounded to `dtype` on the way."""
+    if hidden.dtype == out.dtype:
         torch.mm(hidden, weight.T, out=out)
-    elif _mixed(hidden):
+    elif hidden.dtype == dtype:
+        out.copy_(hidden @ weight.T)
+    elif _mixed(hidden, out):
         torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
     else:
         hidden = hidden.to(out.dtype)
@@ -29,10 +29,15 @@ def logits_into(out: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, d
             out[:, block] = hidden @ weight[block].T.to(out.dtype)
 
 
+def gradient_operand(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """grad [n, V] as the next two products take it: rounded to the dtype of weight where they keep float32 results."""
+    return grad.to(weight.dtype) if _mixed(weight, grad) else grad
+
+
 def hidden_gradient(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """grad @ weight, [n, H] in the dtype of weight, from grad [n, V] in the dtype that is computed in."""
-    if grad.dtype == weight.dtype or _mixed(weight):
-        return grad.to(weight.dtype) @ weight
+    """grad @ weight, [n, H] in the dtype of weight, from a gradient_operand."""
+    if grad.dtype == weight.dtype:
+        return grad @ weight
     total = grad.new_zeros(len(grad), weight.shape[1])
     for block in _blocks(weight):
         torch.addmm(total, grad[:, block], weight[block].to(grad.dtype), out=total)
@@ -40,16 +45,16 @@ def hidden_gradient(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-    """total[V, H] += grad.T @ hidden, in the dtype of total, which is the one of grad."""
-    if grad.dtype != hidden.dtype and _mixed(hidden):
-        torch.addmm(total, grad.to(hidden.dtype).T, hidden, out_dtype=total.dtype, out=total)
-    else:
+    """total[V, H] += grad.T @ hidden in the dtype of total, from a gradient_operand."""
+    if grad.dtype == total.dtype:
         torch.addmm(total, grad.T, hidden.to(grad.dtype), out=total)
+    else:
+        torch.addmm(total, grad.T, hidden, out_dtype=total.dtype, out=total)
 
 
-def _mixed(operand: torch.Tensor) -> bool:
-    """Whether float32 results of this operand's own dtype are to be had and wanted."""
-    return operand.is_cuda and operand.dtype == torch.bfloat16
+def _mixed(operand: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether there is a product of such operands as they are with such a result."""
+    return operand.is_cuda and operand.dtype == torch.bfloat16 and result.dtype == torch.float32
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[slice]:

@@ -5,8 +5,7 @@ In and out as fused_linear_divergence; none of its formulas is used here. The gr
 (Megatron's hooks add it to `main_grad`).
 
 Legend: N tokens, n tokens of a chunk, H hidden size, K teacher entries, V real columns of this rank.
-Memory: dense about 7 grids [N, total] in `compute_dtype`; forward_chunked 3 grids [N, V] (logits, their gradient,
-and that times the scalar from backward).
+Memory: dense 6 to 7 grids [N, total] in `compute_dtype`; forward_chunked 2 grids [N, V] (logits and their gradient).
 """
 
 from collections.abc import Callable
@@ -151,9 +150,10 @@ def own_logits(hidden: torch.Tensor, weight: torch.Tensor, keep: torch.Tensor, c
     rows = GatherSequence.apply(rows, call.shard) if call.sequence_parallel else CopyToRanks.apply(rows, call.shard)
     rows = torch.where(keep[:, None], rows, 0)
     weight = weight[: call.shard.real]
-    if call.logits_dtype == hidden.dtype:
-        return (rows @ weight.T).to(call.compute_dtype)
-    return rows.to(call.compute_dtype) @ weight.to(call.compute_dtype).T
+    with torch.autocast(hidden.device.type, enabled=False):
+        if call.logits_dtype == hidden.dtype:
+            return (rows @ weight.T).to(call.compute_dtype)
+        return rows.to(call.compute_dtype) @ weight.to(call.compute_dtype).T
 
 
 def chunk_losses(z: torch.Tensor, rows: slice, call: LossCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,8 @@
 """Real processes over gloo: what each tensor-parallel rank computes, compared with the oracle's truth on that rank."""
 
 import pickle
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +21,7 @@ from megatron_kd.loss import (
     forward_chunked_divergence,
     fused_linear_divergence,
 )
+from tests.loss.checks import relative
 from tests.loss.oracle import NAMES, make_case, oracle, poison_masked, ragged
 
 STEPS, BATCH = 12, 2
@@ -65,19 +68,33 @@ def problems():
                     yield used, name, ce_weight, oracle(used, name, ce_weight=ce_weight), kind
 
 
-def on_ranks(world, function, *arguments):
-    """Run function(rank, world, *arguments) in `world` gloo processes; its results by rank."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world, store.port, Path(folder), function, arguments), nprocs=world)
-        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world)]
+def run_worlds(worlds):
+    """by_rank of every world size, from one fresh process that forks the ranks: torch is imported once for all."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "combinations").write_bytes(pickle.dumps(list(problems())))
+        command = [sys.executable, "-m", "tests.loss.ranks", name, *map(str, worlds)]
+        subprocess.run(command, check=True, timeout=800, cwd=Path(__file__).parents[2])
+        return {
+            world: [pickle.loads((folder / f"{world}-{rank}").read_bytes()) for rank in range(world)]
+            for world in worlds
+        }
 
 
-def _rank(rank, world, port, folder, function, arguments):
+def main(folder, worlds):
+    """Fork the ranks of one world size after the other."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    for world in worlds:
+        mp.start_processes(rank_main, (world, folder), nprocs=world, start_method="fork")
+
+
+def rank_main(rank, world, folder):
+    """One rank: join the group, compute, leave the results in a file."""
+    store = dist.FileStore(str(folder / f"store-{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    (folder / str(rank)).write_bytes(pickle.dumps(function(rank, world, *arguments)))
+    combinations = pickle.loads((folder / "combinations").read_bytes())
+    results = compare_all(rank, world, combinations), bf16_errors(rank, world)
+    (folder / f"{world}-{rank}").write_bytes(pickle.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -96,6 +113,21 @@ def compare_all(rank, world, combinations):
                 found = call(rank, world, case, name, ce_weight, sizes, IMPLEMENTATIONS[implementation], parallel)
                 outcomes.append(Outcome(label, *judge(rank, world, case, sizes, truth, parallel, *found)))
     return outcomes
+
+
+def bf16_errors(rank, world):
+    """Relative errors of this rank's bf16 gradients, hidden and weight, in both fused modes, sequence parallel."""
+    case = make_case(tokens=STEPS * BATCH, total=507, padded=512, k=20, dtype=torch.bfloat16)
+    case.teacher = TopK(case.teacher.ids, *(part.float() for part in case.teacher[1:]))
+    truth = oracle(case, "jsd", ce_weight=0.5)
+    sizes = [512 // world] * world
+    real = min(case.total - rank * sizes[0], sizes[0])
+    errors = []
+    for mode in ("forward", "recompute"):
+        _, grad_hidden, grad_weight = call(rank, world, case, "jsd", 0.5, sizes, IMPLEMENTATIONS[mode], True)
+        errors.append(relative(grad_hidden, truth.grad_hidden.chunk(world)[rank]))
+        errors.append(relative(grad_weight[:real], truth.grad_weight.split(sizes)[rank][:real]))
+    return errors
 
 
 def call(rank, world, case, name, ce_weight, sizes, function, parallel, **options):
@@ -146,3 +178,9 @@ def judge(rank, world, case, sizes, truth, parallel, sums, grad_hidden, grad_wei
         bool((grad_weight[real:] == 0).all()),
         all(torch.equal(numbers, other) for other in everyone),
     )
+
+
+if __name__ == "__main__":
+    from tests.loss import ranks  # its classes are pickled under that name
+
+    ranks.main(Path(sys.argv[1]), [int(world) for world in sys.argv[2:]])

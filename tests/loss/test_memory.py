@@ -3,12 +3,15 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_kd.loss import TopK, VocabShard, dense_divergence, forward_chunked_divergence, fused_linear_divergence
 from megatron_kd.loss.arguments import default_strip_tokens
+from megatron_kd.loss.errors import require_on_device
+from megatron_kd.loss.matmul import add_weight_gradient, gradient_operand, hidden_gradient, logits_into
 
 N, H, V, K, STRIP = 2048, 8, 1000, 10, 64
 
@@ -25,6 +28,18 @@ class LargestTensor(TorchDispatchMode):
         sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.elements = max(self.elements, *sizes, 0)
         return result
+
+
+class OperatorNames(TorchDispatchMode):
+    """Lists the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
 
 
 def inputs():
@@ -83,3 +98,41 @@ def test_gemm_work(mode, gemms):
     with FlopCounterMode(display=False) as counter:
         fused_linear_divergence(*arguments, **options, gradient=mode).total.backward()
     assert counter.get_total_flops() == gemms * 2 * N * H * V
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("mode", ("forward", "recompute"))
+def test_no_value_is_looked_at_by_the_host(mode, dtype):
+    """Fake tensors have shapes but no values: to read one, which on a GPU would be to wait for it, raises."""
+    with FakeTensorMode():
+        hidden = torch.empty(300, 64, dtype=dtype, requires_grad=True)
+        weight = torch.empty(1024, 64, dtype=dtype, requires_grad=True)
+        weight.main_grad = torch.empty(1024, 64)
+        ids, rows = torch.empty(300, 10, dtype=torch.int32), torch.empty(300)
+        teacher = TopK(ids, ids.float(), rows)
+        options = {"labels": ids[:, 0], "ce_weight": 0.5, "temperature": 2.0, "shard": VocabShard(0, 1024, 1000)}
+        sums = fused_linear_divergence(hidden, weight, teacher, rows, **options, gradient=mode, strip_tokens=128)
+        sums.total.backward()
+        assert hidden.grad.dtype == dtype and sums.total.dtype == torch.float32
+        with pytest.raises(DataDependentOutputException):
+            sums.total.item()
+
+
+def test_products_on_cuda_keep_bf16_operands_and_float32_results():
+    """The operators chosen for fake CUDA tensors: no operand is widened, nothing but the logit gradient is rounded."""
+    with FakeTensorMode(), OperatorNames() as seen:
+        hidden, weight = (torch.empty(rows, 64, dtype=torch.bfloat16, device="cuda") for rows in (128, 1000))
+        logits = torch.empty(128, 1024, device="cuda")[:, :1000]
+        logits_into(logits, hidden, weight, torch.float32)
+        grad = gradient_operand(logits, weight)
+        assert hidden_gradient(grad, weight).dtype == torch.bfloat16
+        add_weight_gradient(torch.empty(1000, 64, device="cuda"), grad, hidden)
+        require_on_device((logits == 0).all(), "not looked at")
+    products = [name for name in seen.names if "mm" in name or "to_copy" in name or "assert" in name]
+    assert products == [
+        "aten.mm.dtype_out",
+        "aten._to_copy.default",
+        "aten.mm.default",
+        "aten.addmm.dtype_out",
+        "aten._assert_async.msg",
+    ]
