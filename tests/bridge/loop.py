@@ -111,3 +111,23 @@ def make_bad_caches(corpus: Path, root: Path) -> None:
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), eos_token="w1", pad_token="w2"
     )
     tokenizer.save_pretrained(root / "tokenizer")
+
+
+def next_loss_of_export(hf: Path, corpus: Path, index_cache: Path, run_dir: Path, out: Path) -> float:
+    """Export the checkpoint of iteration 2; mean cross entropy of the exported model on the batch of iteration 3."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from megatron_kd.bridge.dataset import build_datasets
+    from megatron_kd.bridge.export import export_hf
+
+    export_hf(run_dir, hf, out)
+    cfg = distil_config(hf, corpus, index_cache, kd=None, steps=3)
+    cfg.validate()
+    dataset = build_datasets(cfg)[0]
+    items = [dataset[i] for i in range(8, 12)]
+    model = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(torch.stack([item["tokens"] for item in items])).logits[..., :VOCABULARY]
+    labels = torch.stack([item["labels"] for item in items])
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from megatron_kd.dryrun import RankFailed, run_ranks
-from tests.bridge.loop import distil
+from tests.bridge.loop import distil, next_loss_of_export
 
 LAYOUTS = {
     "TP=2+SP": ({"tp": 2}, 2),
@@ -66,3 +66,30 @@ def test_a_killed_run_resumes_with_the_same_losses(world, tmp_path):
     resumed = steps(world, 2, tp=2, steps=6, run_dir=tmp_path / "killed")
     assert len(resumed) == 2  # checkpoints every second iteration: 5 and 6 remain
     np.testing.assert_allclose(resumed, whole[4:], atol=1e-6, rtol=0)
+
+
+def test_overlapped_parameter_gather_and_gradient_reduce_change_nothing(world, dense_on_one_rank):
+    """The hook bypasses the output layer's call, where the gather of its parameters is waited for."""
+    overlap = {
+        "ddp__use_distributed_optimizer": True,
+        "optimizer__use_distributed_optimizer": True,
+        "ddp__overlap_grad_reduce": True,
+        "ddp__overlap_param_gather": True,
+        "optimizer__overlap_param_gather": True,
+    }
+    np.testing.assert_allclose(steps(world, 2, **overlap), dense_on_one_rank, atol=1e-4, rtol=0)
+
+
+def test_an_iteration_that_is_run_twice_meets_the_same_rows(world, dense_on_one_rank):
+    """Bridge's rerun machinery replays the batches it kept; their keys find the rows again."""
+    rerun = {"rerun_state_machine__rerun_mode": "report_determinism_stats"}
+    np.testing.assert_allclose(steps(world, **rerun), dense_on_one_rank, atol=1e-4, rtol=0)
+
+
+def test_an_exported_checkpoint_has_the_students_logits(world, tmp_path):
+    """The loss that Megatron reports for the next batch is the exported model's own, computed by transformers."""
+    steps(world, 2, tp=2, steps=2, run_dir=tmp_path / "run")
+    (exported,) = run_ranks(next_loss_of_export, 1, args=(*world.inputs, tmp_path / "run", tmp_path / "hf"))
+    resumed = steps(world, 2, tp=2, steps=3, run_dir=tmp_path / "run")
+    assert len(resumed) == 1
+    assert abs(exported - resumed[0][0]) <= 1e-4
