@@ -59,12 +59,15 @@ def _shrunk(request: Request, ranks: int | None) -> tuple[KDConfigContainer, lis
 
 
 def _without_cache(cfg: KDConfigContainer) -> list[dryrun.Change]:
-    """Teacher rows that are made up: any corpus and any vocabulary will do with them."""
+    """Teacher rows that are made up, over the model's own vocabulary: any corpus will do with them."""
     if cfg.kd is None:
         return []
-    change = dryrun.Change("kd.cache", cfg.kd.cache, SYNTHETIC, "made-up teacher rows fit the shrunk model")
+    changes = [dryrun.Change("kd.cache", cfg.kd.cache, SYNTHETIC, "made-up teacher rows fit the shrunk model")]
     cfg.kd.cache = SYNTHETIC
-    return [change]
+    if cfg.tokenizer.use_tokenizer_vocab_size:
+        changes.append(dryrun.Change("tokenizer.use_tokenizer_vocab_size", True, False, "the rows fit the model's"))
+        cfg.tokenizer.use_tokenizer_vocab_size = False
+    return changes
 
 
 class _Steps(Callback):

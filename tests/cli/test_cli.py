@@ -130,9 +130,26 @@ def test_a_dry_run_finds_the_mistakes_of_a_run(capsys, argv: list[str], parts: l
         assert part in err
 
 
-def test_a_dry_run_trains_the_recipe_shrunk(capsys):
-    assert call("train", "--config-file", GPT_OSS, "--dry-run", "kd.divergence=jsd") == 0
+@pytest.mark.parametrize(
+    ("argv", "ranks"),
+    [
+        (["--config-file", GPT_OSS, "kd.divergence=jsd"], 2),
+        (["--recipe", "gpt_oss_120b_pretrain_64gpu_h100_bf16_config", "kd.temperature=2", "kd.ce_weight=0.5"], 4),
+    ],
+    ids=["ours", "a stock recipe"],
+)
+def test_a_dry_run_trains_the_recipe_shrunk(capsys, argv: list[str], ranks: int):
+    assert call("train", *argv, "--dry-run") == 0
     out = capsys.readouterr().out
-    assert "made-up teacher rows" in out
-    steps = [line for line in out.splitlines() if "kd loss" in line]
-    assert len(steps) >= 2 and all("lm loss" in line and "total loss" in line for line in steps)
+    assert "kd.cache: None -> 'synthetic'  (made-up teacher rows" in out and f"Training on {ranks} CPU ranks" in out
+    steps = [
+        dict(part.rsplit(" ", 1) for part in line.split(": ")[1].split(", "))
+        for line in out.splitlines()
+        if "kd loss" in line
+    ]
+    assert len(steps) == 5
+    ce_weight = 0.5 if "kd.ce_weight=0.5" in argv else 0.0
+    for losses in steps:
+        lm, kd, total = (float(losses[f"{name} loss"]) for name in ("lm", "kd", "total"))
+        assert total == pytest.approx(kd + ce_weight * lm, abs=2e-4) and kd > 0
+        assert lm == pytest.approx(6.24, abs=0.2)  # log of 512 ids, all as likely
