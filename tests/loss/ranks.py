@@ -5,10 +5,11 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from megatron_kd.loss import (
     dense_divergence,
     forward_chunked_divergence,
     fused_linear_divergence,
+    vocab_parallel,
 )
 from tests.loss.checks import relative
 from tests.loss.oracle import NAMES, make_case, oracle, poison_masked, ragged
@@ -44,6 +46,15 @@ class Outcome:
     """How many times the oracle's gradient the found one is: their dot product over the oracle's square."""
     padding_is_zero: bool
     same_on_all_ranks: bool
+
+
+@dataclass
+class Results:
+    """What one rank leaves behind."""
+
+    outcomes: list[Outcome]
+    bf16_errors: list[float]
+    collectives: dict[str, list[tuple[str, int]]]
 
 
 def layouts(total, padded, world):
@@ -93,7 +104,7 @@ def rank_main(rank, world, folder):
     store = dist.FileStore(str(folder / f"store-{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     combinations = pickle.loads((folder / "combinations").read_bytes())
-    results = compare_all(rank, world, combinations), bf16_errors(rank, world)
+    results = Results(compare_all(rank, world, combinations), bf16_errors(rank, world), collectives(rank, world))
     (folder / f"{world}-{rank}").write_bytes(pickle.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
@@ -128,6 +139,29 @@ def bf16_errors(rank, world):
         errors.append(relative(grad_hidden, truth.grad_hidden.chunk(world)[rank]))
         errors.append(relative(grad_weight[:real], truth.grad_weight.split(sizes)[rank][:real]))
     return errors
+
+
+def collectives(rank, world):
+    """Name and size in numbers of every collective, by mode and by whether all tokens are masked; uneven shards."""
+    seen = {}
+    case = make_case(tokens=STEPS * BATCH, total=507, padded=512, k=20)
+    masked = poison_masked(replace(case, token_weight=torch.zeros_like(case.token_weight)))
+    sizes = layouts(507, 512, world)["shard of padding"]
+    for mode, parallel, (kind, used) in product(
+        ("forward", "recompute"), (False, True), (("some", case), ("masked", masked))
+    ):
+        calls = seen[f"{mode} sp={parallel} {kind}"] = []
+
+        def recorded(name, function, calls=calls):
+            return lambda *args, **kwargs: (calls.append((name, args[0].numel())), function(*args, **kwargs))[1]
+
+        with (
+            patch.object(dist, "all_reduce", recorded("all_reduce", dist.all_reduce)),
+            patch.object(vocab_parallel, "_all_gather", recorded("all_gather", vocab_parallel._all_gather)),
+            patch.object(vocab_parallel, "_reduce_scatter", recorded("scatter", vocab_parallel._reduce_scatter)),
+        ):
+            call(rank, world, used, "forward_kl", 0.5, sizes, IMPLEMENTATIONS[mode], parallel)
+    return seen
 
 
 def call(rank, world, case, name, ce_weight, sizes, function, parallel, **options):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong arguments are refused with what was expected and what was found; `megatron_kd.loss` needs torch alone."""
-
-import subprocess
-import sys
+"""Wrong arguments are refused with what was expected and what was found."""
 
 import pytest
 import torch
@@ -105,21 +102,3 @@ def test_rubbish_on_masked_tokens_is_not_refused():
     assert float(CASE.token_weight[3]) == 0
     sums = fused_linear_divergence(**(GOOD | {"teacher": CASE.teacher._replace(ids=ids), "labels": labels}))
     assert float(sums.total) == float(fused_linear_divergence(**GOOD).total)
-
-
-def test_import_needs_torch_alone():
-    """Everything that other parts of the project use is barred; a small call still works."""
-    code = """
-import sys
-for name in ("megatron", "transformers", "safetensors", "xxhash", "tqdm", "triton", "hydra", "matplotlib"):
-    sys.modules[name] = None
-import torch
-from megatron_kd.loss import TopK, fused_linear_divergence
-ours = {name for name in sys.modules if name.startswith("megatron_kd.")}
-assert all(name.startswith(("megatron_kd.loss", "megatron_kd.errors")) for name in ours), ours
-weight = torch.eye(3, requires_grad=True)
-teacher = TopK(torch.tensor([[0]]), torch.tensor([[-1.0]]), torch.tensor([1 - 2.718281828 ** -1.0]).log())
-fused_linear_divergence(torch.ones(1, 3), weight, teacher, torch.ones(1)).total.backward()
-assert weight.grad.abs().sum() > 0
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

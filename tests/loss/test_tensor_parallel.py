@@ -23,7 +23,7 @@ def by_rank(request, results):
 @pytest.fixture(scope="module")
 def outcomes(by_rank):
     """Outcomes of all float64 calls of all ranks."""
-    return [outcome for rank, _ in by_rank for outcome in rank]
+    return [outcome for rank in by_rank for outcome in rank.outcomes]
 
 
 def test_gradients_equal_the_oracle(outcomes):
@@ -48,4 +48,29 @@ def test_sums_have_the_same_bits_on_all_ranks(outcomes):
 
 def test_bf16_gradients_lose_only_their_rounding(by_rank):
     """A hidden gradient is rounded once per rank, as in Megatron, and once in the sum over the ranks."""
-    assert max(error for _, errors in by_rank for error in errors) < 6e-3
+    assert max(error for rank in by_rank for error in rank.bf16_errors) < 6e-3
+
+
+def test_collectives_follow_from_the_shapes_alone(by_rank):
+    """The same on every rank, also on one without a real column, and the same if all tokens are masked."""
+    world = len(by_rank)
+    assert all(rank.collectives == by_rank[0].collectives for rank in by_rank)
+    for mode in ("forward", "recompute"):
+        for parallel in (False, True):
+            calls = by_rank[0].collectives[f"{mode} sp={parallel} some"]
+            assert calls == by_rank[0].collectives[f"{mode} sp={parallel} masked"]
+            assert calls == expected_collectives(world, mode, parallel)
+
+
+def expected_collectives(world, mode, parallel):
+    """24 tokens in strips of 16 over all ranks; H = 8, K = 20 and the label."""
+    rows = (16, 8)
+    hidden = [("all_gather", n * 8) for n in rows] if parallel else [None] * 2
+    statistics = [("all_reduce", n * (21 + world)) for n in rows]
+    again = [("all_reduce", n * 21) for n in rows]
+    grads = [("scatter", n * 8 // world) if parallel else ("all_reduce", n * 8) for n in rows]
+    if mode == "forward":
+        strips = zip(hidden, statistics, grads, strict=True)
+    else:
+        strips = [*zip(hidden, statistics, strict=True), *zip(hidden, again, grads, strict=True)]
+    return [one for strip in strips for one in strip if one is not None]
