@@ -72,9 +72,7 @@ def with_local_modules(get_mtp_block_spec: Callable) -> Callable:
     """Megatron's `get_gpt_mtp_block_spec` (multi-token prediction) with local modules, whatever is asked."""
 
     @functools.wraps(get_mtp_block_spec)
-    def get_local_mtp_block_spec(
-        config: TransformerConfig, spec: Any, use_transformer_engine: bool, **place: Any
-    ) -> Any:
+    def get_local_mtp_block_spec(config: Any, spec: Any, use_transformer_engine: bool, **place: Any) -> Any:
         block = get_mtp_block_spec(config, spec, use_transformer_engine=False, **place)
         for layer in block.layer_specs if block else ():
             _use_our_norms(layer.submodules)
