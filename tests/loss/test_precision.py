@@ -54,9 +54,10 @@ def test_the_weight_gradient_over_2048_strips(mode):
     strips, rows, vocabulary, width = 2048, 8, 64, 16
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(strips * rows, width, generator=random).bfloat16()
-    weight = torch.randn(vocabulary, width, generator=random).bfloat16().requires_grad_()
+    weight = (torch.randn(vocabulary, width, generator=random) / width**0.5).bfloat16().requires_grad_()
     weight.main_grad = torch.zeros(vocabulary, width)
-    teacher = top_k(hidden.double() @ weight.detach().double().T + torch.randn(len(hidden), vocabulary), 8)
+    noise = torch.randn(len(hidden), vocabulary, generator=random)
+    teacher = top_k(hidden.double() @ weight.detach().double().T + noise, 8)
     teacher = TopK(*(part.float() if part.is_floating_point() else part for part in teacher))
     fused_linear_divergence(
         hidden, weight, teacher, torch.ones(len(hidden)), gradient=mode, strip_tokens=rows
