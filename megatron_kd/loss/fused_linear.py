@@ -12,10 +12,10 @@ logit gradient of f is
 
 and cross entropy adds softmax(z)_v - [v = label]. So a strip needs two scalars per token for the tail and K values.
 
-Cost per strip: "forward" 3 GEMMs, all in forward; "recompute" 1 in forward and 3 in backward. Memory beyond the
-arguments and their gradients: a strip of logits and up to three times that for passes in eager torch; "forward" keeps
-the hidden gradient [R, H] and, in `compute_dtype`, the weight gradient [shard.size, H] until backward; "recompute"
-keeps 2 numbers a token (3 if labels meet T != 1).
+Cost per strip: "forward" 3 GEMMs, all in forward; "recompute" 1 in forward and 3 in backward; the passes of
+row_kernels.py over the logits. Memory beyond the arguments and their gradients: a strip of logits; "forward" keeps the
+hidden gradient [R, H] and, in `compute_dtype`, the weight gradient [shard.size, H] until backward; "recompute" keeps
+2 numbers a token (3 if labels meet T != 1).
 Collectives per strip, TP > 1: all-gather of hidden (sequence parallel), one all-reduce of about K + TP numbers a token
 (again in backward if recomputing), reduce-scatter (sequence parallel) or all-reduce of the hidden gradient, in the
 dtype of hidden.
@@ -32,8 +32,8 @@ from torch.autograd.function import once_differentiable
 from megatron_kd.loss.arguments import LossCall, LossSums, TopK, check_arguments
 from megatron_kd.loss.divergence import EMPTY, is_empty, value_and_gradient
 from megatron_kd.loss.main_grad import accumulator, deliver, scaled
-from megatron_kd.loss.matmul import add_weight_gradient, gradient_operand, hidden_gradient
-from megatron_kd.loss.row_kernels import RowGradient, read_logits, row_gradient_, row_statistics, take_logits_
+from megatron_kd.loss.matmul import add_weight_gradient, hidden_gradient, operand_dtype
+from megatron_kd.loss.row_kernels import RowGradient, read_owned, row_gradient_, row_statistics
 from megatron_kd.loss.strips import Strip, strips
 from megatron_kd.loss.vocab_parallel import VocabShard, all_reduce, reduce_scatter_rows, share_statistics
 
@@ -121,9 +121,7 @@ class FusedLinearDivergence(torch.autograd.Function):
             grad_hidden = torch.empty_like(hidden) if ctx.needs[0] else None
             grad_weight = torch.zeros_like(weight, dtype=call.compute_dtype) if ctx.needs[1] else None
         for strip in strips(hidden, weight, call):
-            owned = take_owned(strip)
-            tails = row_statistics(strip.logits, call.temperature, at_one=call.two_temperatures)
-            owned, tails = share_statistics(owned, tails, call.shard)
+            owned, tails = share_statistics(*strip_statistics(strip, call), call.shard)
             log_sums = vocabulary_log_sums(strip, owned, tails, call)
             token_kd, token_ce, gradient = token_losses(strip, owned, log_sums, call)
             kd += (strip.token_weight * token_kd).sum(dtype=torch.float64)
@@ -158,7 +156,8 @@ class FusedLinearDivergence(torch.autograd.Function):
         grad_weight = accumulator(ctx.weight, call.compute_dtype) if ctx.needs[1] else None
         with torch.autocast(hidden.device.type, enabled=False):
             for strip, log_sums in zip(strips(hidden, weight, call), kept, strict=True):
-                owned, _ = share_statistics(take_owned(strip), log_sums[:, :0], call.shard)
+                owned = read_owned(strip.logits, strip.columns, strip.label_column)
+                owned, _ = share_statistics(owned, log_sums[:, :0], call.shard)
                 _, _, gradient = token_losses(strip, owned, log_sums, call, scale)
                 add_gradients(strip, gradient, weight, grad_hidden, grad_weight, call)
         if grad_weight is not None:
@@ -166,28 +165,24 @@ class FusedLinearDivergence(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
-def take_owned(strip: Strip) -> torch.Tensor:
-    """The logits of the entries and, last, of the label, [n, K] or [n, K + 1]; 0 where another rank has the column.
-
-    The strip's logits keep the tail alone.
-    """
-    if strip.label_column is None:
-        return take_logits_(strip.logits, strip.columns)
-    label = read_logits(strip.logits, strip.label_column[:, None])
-    return torch.cat([take_logits_(strip.logits, strip.columns), label], dim=1)
+def strip_statistics(strip: Strip, call: LossCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's share of a strip's statistics, for share_statistics. The strip's logits keep the tail alone."""
+    return row_statistics(
+        strip.logits, strip.columns, strip.label_column, call.temperature, at_one=call.two_temperatures
+    )
 
 
-def entry_logits(strip: Strip, owned: torch.Tensor) -> torch.Tensor:
-    """s_I [n, K], with -inf for an absent entry."""
-    return owned[:, : strip.ids.shape[1]].masked_fill(strip.ids < 0, -torch.inf)
+def entry_logits(strip: Strip, owned: torch.Tensor, temperature: float) -> torch.Tensor:
+    """s_I [n, K] at a temperature, with -inf for an absent entry."""
+    return (owned[:, : strip.ids.shape[1]] / temperature).masked_fill(strip.ids < 0, -torch.inf)
 
 
 def vocabulary_log_sums(strip: Strip, owned: torch.Tensor, tails: torch.Tensor, call: LossCall) -> torch.Tensor:
     """Log-sum-exp [n, 2]: over the tail, over the vocabulary; with two temperatures [n, 3]: the latter at T = 1."""
-    entries = entry_logits(strip, owned)
+    entries = entry_logits(strip, owned, call.temperature)
     sums = [tails[:, 0], torch.logaddexp(tails[:, 0], entries.logsumexp(1))]
     if call.two_temperatures:
-        sums.append(torch.logaddexp(tails[:, 1], (entries * call.temperature).logsumexp(1)))
+        sums.append(torch.logaddexp(tails[:, 1], entry_logits(strip, owned, 1).logsumexp(1)))
     return torch.stack(sums, dim=1)
 
 
@@ -198,7 +193,7 @@ def token_losses(
 
     Args:
         strip: n tokens.
-        owned: As take_owned returns them, but known to all ranks.
+        owned: As read_owned returns them, but known to all ranks.
         log_sums: As vocabulary_log_sums returns them.
         call: Weights and temperature.
         scale: 0-dim factor of the gradient.
@@ -206,7 +201,7 @@ def token_losses(
     Returns:
         The divergence [n] without T^2, the cross entropy [n] (0 without labels), and the gradient.
     """
-    entries = entry_logits(strip, owned)
+    entries = entry_logits(strip, owned, call.temperature)
     log_tail, log_total = log_sums[:, 0], log_sums[:, 1]
     Q = (torch.cat([entries, log_tail[:, None]], dim=1) - log_total[:, None]).clamp(min=EMPTY)
     # A tail without columns is no bucket: a teacher's mass there can only be rounding.
@@ -217,26 +212,26 @@ def token_losses(
     gradient = RowGradient(tail=by_bucket[:, -1], log_tail=log_tail, entries=by_bucket[:, :-1])
     if call.labels is None:
         return kd, torch.zeros_like(kd), gradient
-    ce = log_sums[:, -1] - call.temperature * owned[:, -1]
+    ce = log_sums[:, -1] - owned[:, -1]
     if call.ce_weight:
-        gradient = with_cross_entropy(gradient, strip, entries, log_sums, token_weight * call.ce_weight, call)
+        gradient = with_cross_entropy(gradient, strip, owned, log_sums, token_weight * call.ce_weight, call)
     return kd, ce, gradient
 
 
 def with_cross_entropy(
     gradient: RowGradient,
     strip: Strip,
-    entries: torch.Tensor,
+    owned: torch.Tensor,
     log_sums: torch.Tensor,
     factor: torch.Tensor,
     call: LossCall,
 ) -> RowGradient:
     """Add factor [n] times softmax(z) - onehot(label) to a row gradient."""
     log_total = log_sums[:, -1]
-    probability = (call.temperature * entries - log_total[:, None]).exp()
+    probability = (entry_logits(strip, owned, 1) - log_total[:, None]).exp()
     gradient = gradient._replace(
         entries=gradient.entries + factor[:, None] * (probability - strip.label_entry.to(probability.dtype)),
-        label=torch.where(strip.label_entry.any(1), 0, -factor),
+        label=-factor,
     )
     if call.two_temperatures:
         return gradient._replace(ce=factor, log_total=log_total)
@@ -255,9 +250,9 @@ def add_gradients(
 
     One reduce-scatter (sequence parallel) or all-reduce of the hidden gradient.
     """
-    row_gradient_(strip.logits, strip.columns, strip.label_column, gradient, call.temperature)
+    dtype = operand_dtype(strip.logits, weight)
+    grad = row_gradient_(strip.logits, strip.columns, strip.label_column, gradient, call.temperature, dtype)
     real = slice(call.shard.real)
-    grad = gradient_operand(strip.logits, weight)
     if grad_hidden is not None:
         partial = hidden_gradient(grad, weight[real])
         share = reduce_scatter_rows if call.sequence_parallel else all_reduce

@@ -29,13 +29,13 @@ def logits_into(out: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, d
             out[:, block] = hidden @ weight[block].T.to(out.dtype)
 
 
-def gradient_operand(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """grad [n, V] as the next two products take it: rounded to the dtype of weight where they keep float32 results."""
-    return grad.to(weight.dtype) if _mixed(weight, grad) else grad
+def operand_dtype(logits: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """In which dtype the next two products take the gradient of logits: where they keep float32 results, weight's."""
+    return weight.dtype if _mixed(weight, logits) else logits.dtype
 
 
 def hidden_gradient(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """grad @ weight, [n, H] in the dtype of weight, from a gradient_operand."""
+    """grad @ weight, [n, H] in the dtype of weight. grad is in operand_dtype."""
     if grad.dtype == weight.dtype:
         return grad @ weight
     total = grad.new_zeros(len(grad), weight.shape[1])
@@ -45,7 +45,7 @@ def hidden_gradient(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-    """total[V, H] += grad.T @ hidden in the dtype of total, from a gradient_operand."""
+    """total[V, H] += grad.T @ hidden in the dtype of total. grad is in operand_dtype."""
     if grad.dtype == total.dtype:
         torch.addmm(total, grad.T, hidden.to(grad.dtype), out=total)
     else:

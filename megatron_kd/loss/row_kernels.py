@@ -1,60 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes over a strip's logits: statistics of its rows, and the rows of its gradient written over them.
+"""The two passes over a strip's logits: statistics of its rows, and the rows of its gradient written over them.
 
-In: logits [n, V] at temperature T, and the columns of the teacher's entries and the labels on this rank (-1: none).
-Out: the same memory, with d total / d logits. These are the eager forms; each touches a strip a few times.
+In: logits z [n, V], and the columns of the teacher's entries and the labels on this rank (-1: none). Out: a few numbers
+a row; then the same memory, with d total / d z, as the operand of the next two products: in `dtype`, which may be
+narrower than that of the logits, over the front of its own row.
+
+Here are the eager forms, and the choice between them and the Triton kernels of triton_kernels.py, one pass each.
+Cost of the eager forms: the logits are read twice for the statistics and once for the gradient, a few rows at a time,
+so that what lies between two operators stays in a cache; beyond the logits, two or three blocks of BLOCK_ELEMENTS.
 
 Legend: n tokens of a strip, V real columns of this rank, K teacher entries.
 """
 
+import importlib.util
+import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+
+from megatron_kd.loss.errors import require
+
+BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}
+"""Logits that the eager forms hold twice: 1 MiB, about a core's cache; 32 MiB where each operator is a launch."""
+
+KERNELS_VARIABLE = "MEGATRON_KD_KERNELS"
+KERNELS = ("auto", "triton", "eager")
+_forced: str | None = None
 
 
 class RowGradient(NamedTuple):
     """What the gradient of a row is made of.
 
-    Column v of the tail gets `tail * exp(s_v - log_tail) + ce * exp(T * s_v - log_total)`, the column of entry k gets
-    `entries[k]`, and the label's column gets `label` more.
+    Column v of the tail gets `tail * exp(z_v / T - log_tail) + ce * exp(z_v - log_total)`, the column of entry k gets
+    `entries[k]`. The label's column, if no entry has it, gets `label` more than the tail.
     """
 
     tail: torch.Tensor
     """[n]"""
     log_tail: torch.Tensor
-    """[n]: log-sum-exp over the tail; -inf for a tail without columns."""
+    """[n]: log-sum-exp of z / T over the tail; -inf for a tail without columns."""
     entries: torch.Tensor
     """[n, K]"""
     label: torch.Tensor | None = None
-    """[n]; None without a gradient of the cross entropy, and 0 where the label is an entry."""
+    """[n]; None without a gradient of the cross entropy."""
     ce: torch.Tensor | None = None
     """[n]; None unless cross entropy has a temperature of its own."""
     log_total: torch.Tensor | None = None
-    """[n]: log-sum-exp over the vocabulary at temperature 1; None as `ce`."""
+    """[n]: log-sum-exp of z over the vocabulary; None as `ce`."""
 
 
-def read_logits(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The logits [n, K] at `columns` [n, K], 0 where that is -1."""
-    if logits.shape[1] == 0:
+def set_kernels(choice: str | None) -> None:
+    """Choose the form of both passes for this process.
+
+    "auto": Triton for float32 logits on CUDA if the package triton is there, else eager. "triton" and "eager" force
+    one; Triton on CPU needs its interpreter, TRITON_INTERPRET=1. None: what MEGATRON_KD_KERNELS says, by default
+    "auto".
+
+    Raises:
+        LossArgumentError: For another value.
+    """
+    global _forced
+    require(choice is None or choice in KERNELS, f"kernels: expected one of {KERNELS} or None, found {choice!r}.")
+    _forced = choice
+
+
+def use_triton(logits: torch.Tensor) -> bool:
+    """Whether the passes over these logits are the Triton kernels.
+
+    Raises:
+        LossArgumentError: If they are forced and cannot run, or the environment variable has no known value.
+    """
+    choice = _forced or os.environ.get(KERNELS_VARIABLE, "auto")
+    require(choice in KERNELS, f"{KERNELS_VARIABLE}: expected one of {KERNELS}, found {choice!r}.")
+    if choice == "eager":
+        return False
+    installed = importlib.util.find_spec("triton") is not None
+    if choice == "auto":
+        return installed and logits.is_cuda and logits.dtype == torch.float32
+    require(installed, "kernels='triton': expected the package triton, found none; install it or use 'eager'.")
+    require(
+        logits.dtype == torch.float32,
+        f"kernels='triton': expected float32 logits, found {logits.dtype}; use 'eager' for this dtype.",
+    )
+    require(
+        logits.is_cuda or _triton_kernels().INTERPRETED,
+        f"kernels='triton': expected logits on CUDA, found them on {logits.device}; use 'eager', or set "
+        "TRITON_INTERPRET=1 before the first import of triton.",
+    )
+    return True
+
+
+def row_statistics(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    label_column: torch.Tensor | None,
+    temperature: float,
+    *,
+    at_one: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp of the tail, and the logits of entries and label, which read_owned would have found.
+
+    Leaves -inf at the entries, so that the logits keep the tail alone.
+
+    Args:
+        logits: [n, V].
+        columns: [n, K] int64; -1: not on this rank. The others of a row are distinct.
+        label_column: [n] int64, -1 as above, or None.
+        temperature: T.
+        at_one: Whether z is to be summed up at temperature 1 as well.
+
+    Returns:
+        The logits [n, K], or with labels [n, K + 1]; and log-sum-exps of z / T, [n, 1], with `at_one` [n, 2], the
+        second of z.
+    """
+    if use_triton(logits) and logits.numel():
+        return _triton_kernels().row_statistics(logits, columns, label_column, temperature, at_one)
+    owned = read_owned(logits, columns, label_column)
+    _take_(logits, columns)
+    tails = logits.new_full((len(logits), 1 + at_one), -torch.inf)
+    for rows in _row_blocks(logits):
+        z = logits[rows]
+        tails[rows, 0] = (z if temperature == 1 else z / temperature).logsumexp(1)
+        if at_one:
+            tails[rows, 1] = z.logsumexp(1)
+    return owned, tails
+
+
+def read_owned(logits: torch.Tensor, columns: torch.Tensor, label_column: torch.Tensor | None) -> torch.Tensor:
+    """The logits of the entries and, last, of the label, [n, K] or [n, K + 1]; 0 at -1. Arguments as row_statistics."""
+    if label_column is not None:
+        columns = torch.cat([columns, label_column[:, None]], dim=1)
+    if not logits.shape[1]:
         return logits.new_zeros(columns.shape)
     return torch.where(columns >= 0, logits.gather(1, columns.clamp(min=0)), 0)
-
-
-def take_logits_(logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Like read_logits, and leave -inf behind, so that the tail stays. The columns of a row are distinct."""
-    taken = read_logits(logits, columns)
-    _add_at(logits, columns, torch.full_like(taken, -torch.inf))
-    return taken
-
-
-def row_statistics(logits: torch.Tensor, temperature: float, *, at_one: bool) -> torch.Tensor:
-    """Log-sum-exp of the tail, [n, 1]; with `at_one` [n, 2], the second of z = T * s, at temperature 1."""
-    if logits.shape[1] == 0:
-        return logits.new_full((len(logits), 1 + at_one), -torch.inf)
-    sums = [logits.logsumexp(1)]
-    if at_one:
-        sums.append((logits * temperature).logsumexp(1))
-    return torch.stack(sums, dim=1)
 
 
 def row_gradient_(
@@ -63,30 +142,80 @@ def row_gradient_(
     label_column: torch.Tensor | None,
     gradient: RowGradient,
     temperature: float,
-) -> None:
-    """Write the gradient over logits from which the entries were taken.
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Write the gradient over the logits. What they hold at the entries does not matter.
+
+    Everything is computed in the dtype of the logits and rounded to `dtype` once, the entries and the label included.
 
     Args:
         logits: [n, V].
-        columns: [n, K], as for take_logits_.
-        label_column: [n]: the label's column if it is on this rank, else -1.
+        columns: [n, K], as for row_statistics.
+        label_column: [n], as for row_statistics.
         gradient: Coefficients.
         temperature: T.
+        dtype: That of the logits, or one of at most half its size.
+
+    Returns:
+        The gradient [n, V] in `dtype`: a view of the memory of the logits, whose rows keep their distance in bytes.
     """
-    own_ce = None
+    grad = logits.view(dtype)[:, : logits.shape[1]]
+    if use_triton(logits) and logits.numel():
+        _triton_kernels().row_gradient(logits, columns, label_column, *gradient, temperature, dtype)
+        return grad
+    # Entries and label are made empty, so the dense pass leaves exact zeros there, and adding to 0 is storing.
+    values = gradient.entries
+    if gradient.label is not None:
+        is_entry = (columns == label_column[:, None]).any(1)
+        label_column = label_column.masked_fill(is_entry, -1)[:, None]
+        z = read_owned(logits, label_column, None)
+        values = torch.cat([values, _dense_(z, gradient, temperature) + gradient.label[:, None]], dim=1)
+        columns = torch.cat([columns, label_column], dim=1)
+    _take_(logits, columns)
+    for rows in _row_blocks(logits):
+        # A narrower row lands on the front of its own wider one, so that one has to be in a block of its own by then.
+        block = logits[rows] if dtype == logits.dtype else logits[rows].clone()
+        part = RowGradient(*(None if field is None else field[rows] for field in gradient))
+        _dense_(block, part, temperature)
+        if dtype != logits.dtype:
+            grad[rows] = block
+    _add_at(grad, columns, values.to(dtype))
+    return grad
+
+
+def _dense_(z: torch.Tensor, gradient: RowGradient, temperature: float) -> torch.Tensor:
+    """Turn logits of the tail, [n, any], into its gradient, in place."""
+    ce = None
     if gradient.ce is not None:
-        own_ce = (logits * temperature).sub_(gradient.log_total[:, None]).exp_().mul_(gradient.ce[:, None])
+        ce = (z - gradient.log_total[:, None]).exp_().mul_(gradient.ce[:, None])
+    if temperature != 1:
+        z.div_(temperature)
     # A tail without columns has only -inf here: with any finite shift exp gives 0.
     shift = gradient.log_tail.masked_fill(gradient.log_tail == -torch.inf, 0)
-    logits.sub_(shift[:, None]).exp_().mul_(gradient.tail[:, None])
-    if own_ce is not None:
-        logits.add_(own_ce)
-    _add_at(logits, columns, gradient.entries)
-    if gradient.label is not None:
-        _add_at(logits, label_column[:, None], gradient.label[:, None])
+    z.sub_(shift[:, None]).exp_().mul_(gradient.tail[:, None])
+    return z if ce is None else z.add_(ce)
+
+
+def _take_(logits: torch.Tensor, columns: torch.Tensor) -> None:
+    """Leave -inf at columns; where it is already, it stays."""
+    _add_at(logits, columns, torch.full_like(columns, -torch.inf, dtype=logits.dtype))
 
 
 def _add_at(logits: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
     """Add values [n, K] at columns, exactly: a column of -1 adds 0 somewhere, and no two others of a row are equal."""
     if logits.shape[1]:
         logits.scatter_add_(1, columns.clamp(min=0), torch.where(columns >= 0, values, 0))
+
+
+def _row_blocks(logits: torch.Tensor) -> Iterator[slice]:
+    """Whole rows, about BLOCK_ELEMENTS at a time."""
+    elements = BLOCK_ELEMENTS["cpu" if logits.device.type == "cpu" else "cuda"]
+    height = max(1, elements // max(1, logits.shape[1]))
+    return (slice(start, min(start + height, len(logits))) for start in range(0, len(logits), height))
+
+
+def _triton_kernels():
+    """The module with the kernels: triton is imported when they are first used, or asked for."""
+    from megatron_kd.loss import triton_kernels
+
+    return triton_kernels

@@ -31,7 +31,7 @@ class Strip:
     hidden: torch.Tensor
     """[n, H]: of all ranks."""
     logits: torch.Tensor
-    """[n, V]: s = z / T; later their gradient, in the same memory."""
+    """[n, V]: z; later their gradient, in the same memory."""
     ids: torch.Tensor
     """[n, K] int64: distinct, -1 for absent."""
     P: torch.Tensor
@@ -73,8 +73,6 @@ def load_strip(hidden: torch.Tensor, weight: torch.Tensor, rows: slice, buffer: 
     gathered = torch.where(keep[:, None], gathered, 0)
     logits = buffer[: len(gathered), : call.shard.real]
     logits_into(logits, gathered, weight[: call.shard.real], call.logits_dtype)
-    if call.temperature != 1:
-        logits.div_(call.temperature)
     ids, P = teacher_buckets(*(whole(part) for part in call.teacher), keep, call.compute_dtype)
     labels = None if call.labels is None else torch.where(keep, whole(call.labels), NO_LABEL)
     return Strip(
