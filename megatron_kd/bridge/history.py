@@ -30,7 +30,7 @@ class StepHistory(Callback):
         """Write the step's line."""
         if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
             return
-        line = {"step": context.state.train_state.step, "seconds": round(time.monotonic() - self._started, 3)}
+        line = {"step": context.state.train_state.step + 1, "seconds": round(time.monotonic() - self._started, 3)}
         line |= {name: float(value) for name, value in context.loss_dict.items()}
         if context.grad_norm is not None:
             line["grad norm"] = float(context.grad_norm)

