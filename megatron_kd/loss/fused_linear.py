@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from megatron_kd.loss.arguments import LossCall, LossSums, TopK, check_arguments
 from megatron_kd.loss.divergence import EMPTY, is_empty, value_and_gradient
 from megatron_kd.loss.main_grad import accumulator, deliver, scaled
-from megatron_kd.loss.matmul import add_weight_gradient, hidden_gradient, operand_dtype
+from megatron_kd.loss.matmul import add_weight_gradient, hidden_gradient, operand_dtype, without_autocast
 from megatron_kd.loss.row_kernels import RowGradient, read_owned, row_gradient_, row_statistics
 from megatron_kd.loss.strips import Strip, strips
 from megatron_kd.loss.vocab_parallel import VocabShard, all_reduce, reduce_scatter_rows, share_statistics
@@ -101,7 +101,7 @@ def fused_linear_divergence(
         strip_tokens=strip_tokens,
         logits_dtype=logits_dtype,
     )
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         rows = hidden.flatten(0, -2)
         return LossSums(*FusedLinearDivergence.apply(rows, weight, call, torch.is_grad_enabled()))
 
@@ -145,24 +145,38 @@ class FusedLinearDivergence(torch.autograd.Function):
         """Scale the gradients, or compute them now. `scale` stays on the device."""
         if ctx.call is None:
             grad_hidden, grad_weight = ctx.saved_tensors
+            last = not torch._C._autograd._get_current_graph_task_keep_graph()
             if grad_hidden is not None:
-                grad_hidden = scaled(grad_hidden, scale, grad_hidden.dtype)
+                grad_hidden = scaled(grad_hidden, scale, grad_hidden.dtype, reuse=last)
             if grad_weight is not None:
-                grad_weight = deliver(ctx.weight, grad_weight, scale)
+                grad_weight = deliver(ctx.weight, grad_weight, scale, reuse=last)
             return grad_hidden, grad_weight, None, None
 
-        call, (hidden, weight, *kept) = ctx.call, ctx.saved_tensors
+        hidden, weight, *kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs[0] else None
-        grad_weight = accumulator(ctx.weight, call.compute_dtype) if ctx.needs[1] else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for strip, log_sums in zip(strips(hidden, weight, call), kept, strict=True):
-                owned = read_owned(strip.logits, strip.columns, strip.label_column)
-                owned, _ = share_statistics(owned, log_sums[:, :0], call.shard)
-                _, _, gradient = token_losses(strip, owned, log_sums, call, scale)
-                add_gradients(strip, gradient, weight, grad_hidden, grad_weight, call)
+        grad_weight = accumulator(ctx.weight, ctx.call.compute_dtype) if ctx.needs[1] else None
+        recompute_gradients(hidden, weight, kept, scale, grad_hidden, grad_weight, ctx.call)
         if grad_weight is not None:
             grad_weight = deliver(ctx.weight, grad_weight)
         return grad_hidden, grad_weight, None, None
+
+
+def recompute_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    kept: list[torch.Tensor],
+    scale: torch.Tensor,
+    grad_hidden: torch.Tensor | None,
+    grad_weight: torch.Tensor | None,
+    call: LossCall,
+) -> None:
+    """Project each strip again and add up its gradients. On return no strip is in memory."""
+    with without_autocast(hidden):
+        for strip, log_sums in zip(strips(hidden, weight, call), kept, strict=True):
+            owned = read_owned(strip.logits, strip.columns, strip.label_column)
+            owned, _ = share_statistics(owned, log_sums[:, :0], call.shard)
+            _, _, gradient = token_losses(strip, owned, log_sums, call, scale)
+            add_gradients(strip, gradient, weight, grad_hidden, grad_weight, call)
 
 
 def strip_statistics(strip: Strip, call: LossCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ Legend: n tokens of a strip, H hidden size, V columns of this rank. Cost: 2 * n 
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -52,9 +53,17 @@ def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, hidden: torch.T
         torch.addmm(total, grad.T, hidden, out_dtype=total.dtype, out=total)
 
 
+def without_autocast(tensor: torch.Tensor) -> AbstractContextManager:
+    """A context in which operators keep the dtypes they are given. Meta tensors know no autocast."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
 def _mixed(operand: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether there is a product of such operands as they are with such a result."""
-    return operand.is_cuda and operand.dtype == torch.bfloat16 and result.dtype == torch.float32
+    """Whether there is a product of such operands as they are with such a result. Meta tensors stand for CUDA's."""
+    return (
+        operand.device.type in ("cuda", "meta") and operand.dtype == torch.bfloat16 and result.dtype == torch.float32
+    )
 
 
 def _blocks(weight: torch.Tensor) -> Iterator[slice]:

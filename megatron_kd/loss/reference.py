@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_kd.loss.arguments import LossCall, LossSums, TopK, check_arguments
 from megatron_kd.loss.divergence import EMPTY, is_empty, teacher_buckets
+from megatron_kd.loss.matmul import without_autocast
 from megatron_kd.loss.vocab_parallel import CopyToRanks, GatherSequence, GatherVocabulary, SumOverRanks, VocabShard
 
 
@@ -150,7 +151,7 @@ def own_logits(hidden: torch.Tensor, weight: torch.Tensor, keep: torch.Tensor, c
     rows = GatherSequence.apply(rows, call.shard) if call.sequence_parallel else CopyToRanks.apply(rows, call.shard)
     rows = torch.where(keep[:, None], rows, 0)
     weight = weight[: call.shard.real]
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         if call.logits_dtype == hidden.dtype:
             return (rows @ weight.T).to(call.compute_dtype)
         return rows.to(call.compute_dtype) @ weight.to(call.compute_dtype).T

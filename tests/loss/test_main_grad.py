@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's rules for the weight's gradient, with the hook of its data-parallel wrapper spelled out as the judge."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -122,3 +124,31 @@ def test_a_main_grad_of_another_shape_is_refused(mode):
     weight.main_grad = torch.zeros(39, 8)
     with pytest.raises(LossArgumentError, match=r"main_grad: expected \[40, 8\] like weight, found \[39, 8\]"):
         loss(case, hidden, weight, mode).backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sharded", (True, False))
+def test_megatron_fsdp_hands_out_the_buffer(mode, sharded):
+    """With sharded gradients the accessor gives fresh memory, here NaN, to be written; without, memory to add to."""
+    case = make_case()
+    hidden, weight = case.leaves()
+    buffer = torch.full_like(weight, torch.nan if sharded else 1.0)
+    weight.get_main_grad = lambda: buffer
+    weight.__fsdp_param__, weight.grad_added_to_main_grad = True, False
+    weight._gbuf = SimpleNamespace(is_data_distributed=sharded)
+    loss(case, hidden, weight, mode).backward()
+    truth = oracle(case, "forward_kl", ce_weight=0.5).grad_weight
+    assert weight.grad_added_to_main_grad
+    assert torch.allclose(buffer, truth if sharded else 1 + truth, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gradient_that_nobody_reads_takes_no_memory(mode):
+    """Megatron's hooks only want param.grad not to be None; whoever reads it all the same finds zeros."""
+    case = make_case()
+    hidden, weight = case.leaves()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+    loss(case, hidden, weight, mode).backward()
+    assert weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype
+    assert weight.grad._nnz() == 0
+    assert not (torch.zeros_like(weight) + weight.grad).any()

@@ -73,9 +73,9 @@ def test_the_baselines_do_hold_the_grid():
 
 
 def test_the_default_strip_fits_its_budget():
-    """GPT-OSS: 1,024 tokens of 201,088 columns at TP = 1; never fewer than 128."""
-    assert default_strip_tokens(VocabShard(0, 201_088, 201_088), torch.float32) == 1024
-    assert default_strip_tokens(VocabShard(0, 507, 507), torch.float32) == 413_568
+    """GPT-OSS: 896 tokens of 201,088 columns at TP = 1; never fewer than 128."""
+    assert default_strip_tokens(VocabShard(0, 201_088, 201_088), torch.float32) == 896
+    assert default_strip_tokens(VocabShard(0, 507, 507), torch.float32) == 361_856
     assert default_strip_tokens(VocabShard(0, 10**8, 10**8), torch.float32) == 128
 
 
