@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
 PRETENDED_MEMORY_BYTES = 24 << 30
 
 _enabled = False
+_applied: list["Patch"] = []
 _active_modes: list[TorchFunctionMode] = []
 
 
@@ -48,17 +49,15 @@ def enable() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled kernels would target the pretended GPU
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asserts it; it means nothing here
     _read_cuda_names_before_they_change()
-    applied = _apply(_torch_patches())
+    _apply(_torch_patches())
     mode = _DeviceArguments()
     mode.__enter__()
     _active_modes.append(mode)
     _import_megatron_bridge()
-    applied += _apply(_megatron_patches())
+    _apply(_megatron_patches())
     _introduce_our_layers()
     _enabled = True
-    logger.info("CPU ranks: device arguments redirected to the CPU, %d names patched", len(applied))
-    for patch in applied:
-        logger.debug("CPU ranks: %s.%s: %s", _name_of(patch.owner), patch.name, patch.why)
+    logger.info(describe())
 
 
 def is_enabled() -> bool:
@@ -66,10 +65,19 @@ def is_enabled() -> bool:
     return _enabled
 
 
-def _apply(patches: list[Patch]) -> list[Patch]:
+def describe() -> str:
+    """What `enable` has done to this process, a line for each reason."""
+    names: dict[str, list[str]] = {}
+    for patch in _applied:
+        names.setdefault(patch.why, []).append(f"{_name_of(patch.owner)}.{patch.name}")
+    lines = [f"  {', '.join(replaced)}: {why}" for why, replaced in names.items()]
+    return "\n".join(["CPU rank. Device arguments go to the CPU; replaced, and why:", *lines])
+
+
+def _apply(patches: list[Patch]) -> None:
     for patch in patches:
         setattr(patch.owner, patch.name, patch.replacement)
-    return patches
+        _applied.append(patch)
 
 
 def _name_of(owner: Any) -> str:
@@ -302,14 +310,6 @@ def _megatron_patches() -> list[Patch]:
 
     from megatron_kd.dryrun import adam, layers
 
-    def skipping_groups_of_one(collective: Callable) -> Callable:
-        @functools.wraps(collective)
-        def skip(tensor, *args, group=None, **kwargs):
-            alone = group is not None and group.size() == 1
-            return tensor if alone else collective(tensor, *args, group=group, **kwargs)
-
-        return skip
-
     def set_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
@@ -318,7 +318,7 @@ def _megatron_patches() -> list[Patch]:
             Patch(
                 tensor_parallel,
                 name,
-                skipping_groups_of_one(getattr(tensor_parallel, name)),
+                _skipping_groups_of_one(getattr(tensor_parallel, name)),
                 "autograd refuses SequentialMLP's in-place bias addition to what an identity collective returns",
             )
             for name in ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region")
@@ -345,6 +345,15 @@ def _megatron_patches() -> list[Patch]:
             "the wheel ships the compiled dataset helpers without their Makefile, and exits where make fails",
         ),
     ]
+
+
+def _skipping_groups_of_one(collective: Callable) -> Callable:
+    @functools.wraps(collective)
+    def skip(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> torch.Tensor:
+        alone = group is not None and group.size() == 1
+        return tensor if alone else collective(tensor, *args, group=group, **kwargs)
+
+    return skip
 
 
 def _introduce_our_layers() -> None:

@@ -60,7 +60,8 @@ def run_ranks(
         log_dir: folder that receives rank-0.log and so on; None keeps no logs of ranks that succeed.
 
     Returns:
-        The ranks' return values (which must be picklable), in rank order.
+        The ranks' return values, in rank order: plain values or arrays. Tensors pass too, but Megatron has taught
+        them to need megatron.core where they arrive, a matter of seconds.
 
     Raises:
         RankFailed: the first failure; the other ranks have been killed.
@@ -204,10 +205,12 @@ def _rendezvous(world_size: int) -> dict[str, str]:
 def _rank_main(pipe: multiprocessing.connection.Connection, work: bytes, env: dict[str, str], log_path: Path) -> None:
     os.setpgid(0, 0)  # so that one signal reaches what this rank starts
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    multiprocessing.set_start_method("fork", force=True)  # for data workers, as in a rank that torchrun starts
     _redirect_output(log_path)
     try:
-        from megatron_kd.dryrun import preload  # noqa: F401  (already there, unless the server could not import it)
+        from megatron_kd.dryrun import device, preload  # noqa: F401  (there already, unless the server failed to)
 
+        print(device.describe())
         preloaded = {name: os.environ[name] for name in _SET_BY_PRELOAD}
         os.environ.clear()
         os.environ.update({**env, **preloaded})

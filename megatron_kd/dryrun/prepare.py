@@ -76,7 +76,6 @@ _MODEL = {
     "hierarchical_context_parallel_sizes": (None, "CPU ranks gather keys and values over the whole group"),
 }
 _DDP = {
-    "average_in_collective": (False, "gloo only sums; Megatron then scales the gradients itself"),
     "use_megatron_fsdp": (False, _NCCL),
     "nccl_ub": (False, _NCCL),
     "fp8_param_gather": (False, _TRANSFORMER_ENGINE),
@@ -139,7 +138,7 @@ def prepare(cfg: Any) -> list[Change]:
     Returns:
         What was changed, in order. A second call returns an empty list.
     """
-    changes = prepare_model(cfg.model)
+    changes = prepare_model(cfg.model) + _prepare_stages(cfg)
     for section, rules in _SECTIONS.items():
         if section != "model":
             changes += _apply(getattr(cfg, section), rules, f"{section}.")
@@ -173,6 +172,20 @@ def _apply(section: Any, rules: dict[str, tuple[Any, str]], prefix: str) -> list
             setattr(section, name, new)
             changes.append(Change(prefix + name, old, new, why))
     return changes
+
+
+def _prepare_stages(cfg: Any) -> list[Change]:
+    """Interleaved stages exchange one message at a time, as Bridge's comm_overlap has it and two stages need.
+
+    In a batch, messages to the stage before and to the one after are told apart by rank alone.
+    """
+    model = cfg.model
+    if not model.virtual_pipeline_model_parallel_size:
+        return []
+    if cfg.comm_overlap is None and model.pipeline_model_parallel_size > 2:
+        return []
+    why = "interleaved stages exchange one message at a time"
+    return _apply(model, {"overlap_p2p_comm": (True, why), "batch_p2p_comm": (False, why)}, "model.")
 
 
 def _prepare_precision(cfg: Any) -> list[Change]:

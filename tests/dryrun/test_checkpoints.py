@@ -10,9 +10,8 @@ from megatron_kd.dryrun import run_ranks, start_ranks
 from tests.dryrun.tiny import train
 
 LAYOUTS = {
-    "TP=2": dict(tp=2),
     "DP=2": {},
-    "DP=2, fully reshardable": dict(checkpoint__dist_ckpt_optim_fully_reshardable=True),
+    "TP=2, fully reshardable": dict(tp=2, checkpoint__dist_ckpt_optim_fully_reshardable=True),
     "bf16, PP=2": dict(pp=2, dtype="bfloat16"),
 }
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron_kd.dryrun import run_ranks
-from tests.dryrun.tiny import VOCABULARY, train
+from tests.dryrun.tiny import VOCABULARY, train, write_tiny_gpt_oss
 
 LAYOUTS = {
     "TP=2+SP": (2, dict(tp=2)),
@@ -42,6 +42,11 @@ def one_rank(gpt_oss) -> list[dict[str, float]]:
 def test_fp32_layout_trains_as_one_rank(layout, gpt_oss, one_rank):
     world_size, sizes = LAYOUTS[layout]
     assert_close(last_stage(world_size, gpt_oss, **sizes), one_rank, 1e-4)
+
+
+def test_interleaved_stages_train_as_one_rank(tmp_path):
+    hf = run_ranks(write_tiny_gpt_oss, 1, args=(tmp_path,), kwargs=dict(num_hidden_layers=4))[0]
+    assert_close(last_stage(2, hf, pp=2, vp=2, steps=3), last_stage(1, hf, steps=3), 1e-4)
 
 
 def test_data_parallel_overlap_changes_nothing(gpt_oss, one_rank):

@@ -73,6 +73,7 @@ def tiny_gpt_oss(
     pp: int = 1,
     ep: int = 1,
     cp: int = 1,
+    vp: int | None = None,
     steps: int = 5,
     dtype: str = "float32",
     global_batch: int = 4,
@@ -98,6 +99,7 @@ def tiny_gpt_oss(
     cfg.model.tensor_model_parallel_size = tp
     cfg.model.sequence_parallel = tp > 1
     cfg.model.pipeline_model_parallel_size = pp
+    cfg.model.virtual_pipeline_model_parallel_size = vp
     cfg.model.expert_model_parallel_size = ep
     cfg.model.expert_tensor_parallel_size = 1
     cfg.model.context_parallel_size = cp
