@@ -254,7 +254,7 @@ def _memory(stages: Stages, settings: Settings) -> Done:
     return stages.run(
         "memory",
         "Memory of the loss",
-        "Peak bytes of forward and backward, counted tensor by tensor on fake tensors: hidden states, head weight and "
+        "Peak bytes of forward and backward, counted on tensors without content: hidden states, head weight and "
         "both gradients included.",
         make,
         settings={"shapes": [str(shape) for shape in results.memory_shapes(settings)]},

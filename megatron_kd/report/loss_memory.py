@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of the three ways to compute the same distillation loss, counted on fake tensors.
+"""Peak memory of the three ways to compute the same distillation loss, counted on meta tensors.
 
 In: a shape. Out: bytes for `dense` (student's and teacher's grid), `forward_chunked` (sparse teacher, student's grid
 kept) and `fused` (no grid), forward and backward, with hidden states, head weight and both their gradients included.
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_kd.loss import LossSums, TopK, dense_divergence, forward_chunked_divergence, fused_linear_divergence
 from megatron_kd.report.memory import peak_bytes
@@ -45,7 +44,7 @@ def loss_memory(shape: LossShape) -> dict[str, int]:
 
 
 def _peak(loss: Callable[..., LossSums], shape: LossShape) -> int:
-    with FakeTensorMode():
+    with torch.device("meta"):  # sizes without content, on the path of CUDA
         hidden = torch.empty(shape.tokens, shape.hidden, dtype=shape.dtype, requires_grad=True)
         weight = torch.empty(shape.vocabulary, shape.hidden, dtype=shape.dtype, requires_grad=True)
         teacher = TopK(
@@ -55,8 +54,8 @@ def _peak(loss: Callable[..., LossSums], shape: LossShape) -> int:
         )
         token_weight = torch.ones(shape.tokens)
 
-        def run(hidden: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-            *teacher, token_weight = rest
-            return loss(hidden, weight, TopK(*teacher), token_weight, strip_tokens=shape.strip_tokens).total
+    def run(hidden: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        *teacher, token_weight = rest
+        return loss(hidden, weight, TopK(*teacher), token_weight, strip_tokens=shape.strip_tokens).total
 
-        return peak_bytes(run, hidden, weight, *teacher, token_weight)
+    return peak_bytes(run, hidden, weight, *teacher, token_weight)
