@@ -6,6 +6,7 @@ from megatron_kd.loss.divergence import DIVERGENCES, jsd, mixture
 from megatron_kd.loss.errors import LossArgumentError
 from megatron_kd.loss.fused_linear import fused_linear_divergence
 from megatron_kd.loss.reference import dense_divergence, forward_chunked_divergence
+from megatron_kd.loss.row_kernels import set_kernels
 from megatron_kd.loss.vocab_parallel import VocabShard
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "fused_linear_divergence",
     "jsd",
     "mixture",
+    "set_kernels",
 ]

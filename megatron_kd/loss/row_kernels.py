@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two passes over a strip's logits: statistics of its rows, and the rows of its gradient written over them.
 
-In: logits z [n, V], and the columns of the teacher's entries and the labels on this rank (-1: none). Out: a few numbers
-a row; then the same memory, with d total / d z, as the operand of the next two products: in `dtype`, which may be
-narrower than that of the logits, over the front of its own row.
+In: logits z [n, V], and the columns of the teacher's entries and the labels on this rank (-1: none). Out: a few
+numbers a row; then the same memory, with d total / d z, as the operand of the next two products: in `dtype`, which may
+be narrower than that of the logits, over the front of its own row.
 
 Here are the eager forms, and the choice between them and the Triton kernels of triton_kernels.py, one pass each.
 Cost of the eager forms: the logits are read twice for the statistics and once for the gradient, a few rows at a time,
@@ -77,14 +77,14 @@ def use_triton(logits: torch.Tensor) -> bool:
         return False
     installed = importlib.util.find_spec("triton") is not None
     if choice == "auto":
-        return installed and logits.is_cuda and logits.dtype == torch.float32
+        return installed and _is_device(logits) and logits.dtype == torch.float32
     require(installed, "kernels='triton': expected the package triton, found none; install it or use 'eager'.")
     require(
         logits.dtype == torch.float32,
         f"kernels='triton': expected float32 logits, found {logits.dtype}; use 'eager' for this dtype.",
     )
     require(
-        logits.is_cuda or _triton_kernels().INTERPRETED,
+        _is_device(logits) or _triton_kernels().INTERPRETED,
         f"kernels='triton': expected logits on CUDA, found them on {logits.device}; use 'eager', or set "
         "TRITON_INTERPRET=1 before the first import of triton.",
     )
@@ -128,7 +128,7 @@ def row_statistics(
 
 
 def read_owned(logits: torch.Tensor, columns: torch.Tensor, label_column: torch.Tensor | None) -> torch.Tensor:
-    """The logits of the entries and, last, of the label, [n, K] or [n, K + 1]; 0 at -1. Arguments as row_statistics."""
+    """The logits of entries and, last, of the label, [n, K] or [n, K + 1]; 0 at -1. Arguments as row_statistics."""
     if label_column is not None:
         columns = torch.cat([columns, label_column[:, None]], dim=1)
     if not logits.shape[1]:
@@ -212,6 +212,11 @@ def _row_blocks(logits: torch.Tensor) -> Iterator[slice]:
     elements = BLOCK_ELEMENTS["cpu" if logits.device.type == "cpu" else "cuda"]
     height = max(1, elements // max(1, logits.shape[1]))
     return (slice(start, min(start + height, len(logits))) for start in range(0, len(logits), height))
+
+
+def _is_device(logits: torch.Tensor) -> bool:
+    """Whether a GPU would have these logits. Meta tensors stand for CUDA's."""
+    return logits.device.type in ("cuda", "meta")
 
 
 def _triton_kernels():
