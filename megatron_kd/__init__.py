@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knowledge distillation on Megatron-Bridge: an offline top-K teacher cache and a fused, tensor-parallel divergence."""
+"""Distillation on Megatron-Bridge: an offline top-K teacher cache and a fused, tensor-parallel divergence."""
 
 __version__ = "0.1.0"
