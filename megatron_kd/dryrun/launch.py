@@ -95,6 +95,7 @@ class Ranks:
         env: dict[str, str],
         log_dir: str | Path | None,
     ) -> None:
+        self._gone = False
         self._keeps_logs = log_dir is not None
         self.log_dir = Path(log_dir or tempfile.mkdtemp(prefix="megatron-kd-ranks-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
@@ -143,12 +144,15 @@ class Ranks:
 
     def kill(self) -> None:
         """SIGKILL to all ranks and the processes they started; returns when they are gone."""
+        if self._gone:
+            return  # their numbers may belong to others by now
         for process in self._processes:
-            for send in (os.killpg, os.kill):  # the group exists once the rank has made itself its leader
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    send(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # it may not have made itself the leader of a group yet
         for process in self._processes:
             process.join()
+        self._gone = True
 
     def __enter__(self) -> "Ranks":
         return self
