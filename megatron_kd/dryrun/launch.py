@@ -57,7 +57,7 @@ def run_ranks(
         kwargs: keyword arguments, picklable.
         timeout_s: after it the ranks are killed.
         env: environment variables on top of this process's own.
-        log_dir: folder that receives rank-0.log and so on; None keeps no logs of ranks that succeed.
+        log_dir: folder that receives rank-0.log and so on; None keeps logs of ranks that fail only.
 
     Returns:
         The ranks' return values, in rank order: plain values or arrays. Tensors pass too, but Megatron has taught
@@ -138,8 +138,7 @@ class Ranks:
                 process.join(_SECONDS_TO_LEAVE)
         finally:
             self.kill()
-        if not self._keeps_logs:
-            shutil.rmtree(self.log_dir, ignore_errors=True)
+        self._drop_logs()
         return results
 
     def kill(self) -> None:
@@ -157,8 +156,14 @@ class Ranks:
     def __enter__(self) -> "Ranks":
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, error_type: type | None, *error: object) -> None:
         self.kill()
+        if error_type is None:
+            self._drop_logs()
+
+    def _drop_logs(self) -> None:
+        if not self._keeps_logs:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
 
     def _collect(self, deadline: float, timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
