@@ -94,6 +94,7 @@ class DivergenceOutput:
             gradient=self.kd.gradient,
             strip_tokens=self.kd.strip_tokens,
             logits_dtype=getattr(torch, self.kd.logits_dtype),
+            keep=self.teacher.token_weight != 0,  # on the host, and the same on all tensor-parallel ranks
         )
         return self.sums.total
 

@@ -63,6 +63,8 @@ class LossCall:
     """[N]."""
     labels: torch.Tensor | None
     """[N]."""
+    keep: torch.Tensor | None
+    """[N] bool on the host, the same on every rank: tokens that are computed. None: all."""
     divergence: Divergence
     kd_weight: float
     ce_weight: float
@@ -104,6 +106,7 @@ def check_arguments(
     gradient: str,
     strip_tokens: int | None,
     logits_dtype: torch.dtype,
+    keep: torch.Tensor | None = None,
 ) -> LossCall:
     """Check the arguments of a loss against each other and flatten them.
 
@@ -111,6 +114,11 @@ def check_arguments(
         LossArgumentError: Names the argument, what was expected and what was found. What depends on values (a label or
             a teacher id outside the vocabulary) is raised at once on CPU and asserted on the device elsewhere.
     """
+    require(
+        not (hidden.is_cuda and torch.cuda.is_current_stream_capturing()),
+        "CUDA graph: expected none around the loss, found a stream that is capturing; a replay would repeat "
+        "the strips and choices of the first batch. Leave the last layer's loss out of the graph.",
+    )
     require(temperature > 0, f"temperature: expected > 0, found {temperature}.")
     require(gradient in GRADIENT_MODES, f"gradient: expected one of {GRADIENT_MODES}, found {gradient!r}.")
     require(logits_dtype in LOGITS_DTYPES, f"logits_dtype: expected one of {LOGITS_DTYPES}, found {logits_dtype}.")
@@ -130,12 +138,22 @@ def check_arguments(
         _check_rows("labels", labels, leading, hidden.device, integer=True)
         labels = labels.reshape(-1)
     _check_values(teacher.ids, labels, token_weight, shard.total)
+    if keep is not None:
+        _check_rows("keep", keep, leading, torch.device("cpu"))
+        require(keep.dtype == torch.bool, f"keep: expected torch.bool, found {keep.dtype}.")
+        keep = keep.reshape(-1)
+        left_out = ~keep.to(hidden.device, non_blocking=True)
+        require_on_device(
+            (token_weight.masked_fill(~left_out, 0) == 0).all(),
+            "keep: expected True for every token with weight, found one left out.",
+        )
     compute_dtype = torch.promote_types(torch.promote_types(hidden.dtype, logits_dtype), torch.float32)
     strip_tokens = strip_tokens or default_strip_tokens(shard, compute_dtype)
     return LossCall(
         teacher=teacher,
         token_weight=token_weight,
         labels=labels,
+        keep=keep,
         divergence=find_divergence(divergence),
         kd_weight=float(kd_weight),
         ce_weight=float(ce_weight),
@@ -215,7 +233,7 @@ def _check_rows(
         f"{name}: expected shape {list(shape)} (the whole sequence, also under sequence parallelism), "
         f"found {list(rows.shape)}.",
     )
-    require(rows.device == device, f"{name}: expected on {device} like hidden, found on {rows.device}.")
+    require(rows.device == device, f"{name}: expected on {device}, found on {rows.device}.")
     kind = "an integer" if integer else "a float"
     found = not (rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool)
     require(integer is None or found == integer, f"{name}: expected {kind} dtype, found {rows.dtype}.")

@@ -54,6 +54,7 @@ def fused_linear_divergence(
     gradient: str = "forward",
     strip_tokens: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
+    keep: torch.Tensor | None = None,
 ) -> LossSums:
     """Sum over tokens of the divergence between teacher and student, and of the cross entropy, from hidden states.
 
@@ -81,6 +82,9 @@ def fused_linear_divergence(
             least memory.
         strip_tokens: Tokens of a strip, over all ranks; None fits STRIP_BYTES of logits.
         logits_dtype: float32, float64, or bfloat16 as stock Megatron rounds (7 to 48 % error of the gradient).
+        keep: [N] or [S, B] bool on the host, equal on all ranks: False leaves a token out before the products, so that
+            half a batch costs half. Only tokens of weight 0 may be. Strips then hold strip_tokens kept tokens, and the
+            shapes of the collectives follow from keep. None: nothing depends on data.
 
     Raises:
         LossArgumentError: See check_arguments.
@@ -100,6 +104,7 @@ def fused_linear_divergence(
         gradient=gradient,
         strip_tokens=strip_tokens,
         logits_dtype=logits_dtype,
+        keep=keep,
     )
     with without_autocast(hidden):
         rows = hidden.flatten(0, -2)
@@ -118,7 +123,7 @@ class FusedLinearDivergence(torch.autograd.Function):
         kd, ce = hidden.new_zeros(2, dtype=torch.float64)
         kept = []
         if at_once:
-            grad_hidden = torch.empty_like(hidden) if ctx.needs[0] else None
+            grad_hidden = empty_gradient(hidden, call) if ctx.needs[0] else None
             grad_weight = torch.zeros_like(weight, dtype=call.compute_dtype) if ctx.needs[1] else None
         for strip in strips(hidden, weight, call):
             owned, tails = share_statistics(*strip_statistics(strip, call), call.shard)
@@ -153,7 +158,7 @@ class FusedLinearDivergence(torch.autograd.Function):
             return grad_hidden, grad_weight, None, None
 
         hidden, weight, *kept = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden) if ctx.needs[0] else None
+        grad_hidden = empty_gradient(hidden, ctx.call) if ctx.needs[0] else None
         grad_weight = accumulator(ctx.weight, ctx.call.compute_dtype) if ctx.needs[1] else None
         recompute_gradients(hidden, weight, kept, scale, grad_hidden, grad_weight, ctx.call)
         if grad_weight is not None:
@@ -269,10 +274,17 @@ def add_gradients(
     real = slice(call.shard.real)
     if grad_hidden is not None:
         partial = hidden_gradient(grad, weight[real])
-        share = reduce_scatter_rows if call.sequence_parallel else all_reduce
-        grad_hidden[strip.rows] = share(partial, call.shard)
+        if call.sequence_parallel:
+            grad_hidden[strip.rows] = reduce_scatter_rows(strip.with_left_out(partial), call.shard)
+        else:
+            grad_hidden[strip.rows] = strip.with_left_out(all_reduce(partial, call.shard))
     if grad_weight is not None:
         add_weight_gradient(grad_weight[real], grad, strip.hidden)
+
+
+def empty_gradient(hidden: torch.Tensor, call: LossCall) -> torch.Tensor:
+    """Memory for the gradient of hidden; zeros if strips leave out whole stretches of it."""
+    return torch.empty_like(hidden) if call.keep is None else torch.zeros_like(hidden)
 
 
 def loss_sums(kd: torch.Tensor, ce: torch.Tensor, call: LossCall) -> LossSums:

@@ -35,10 +35,12 @@ def dense_divergence(
     gradient: str = "forward",
     strip_tokens: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
+    keep: torch.Tensor | None = None,
 ) -> LossSums:
     """fused_linear_divergence by autograd on the whole grid: the oracle, in float64 with logits_dtype=torch.float64.
 
-    Arguments, result and errors are those of fused_linear_divergence; `gradient` and `strip_tokens` change nothing.
+    Arguments, result and errors are those of fused_linear_divergence; `gradient`, `strip_tokens` and `keep` change
+    nothing.
     Collectives, TP > 1: one all-reduce of the grid; all-gather and reduce-scatter of hidden (sequence parallel) or one
     all-reduce of its gradient.
     """
@@ -57,6 +59,7 @@ def dense_divergence(
         gradient=gradient,
         strip_tokens=strip_tokens,
         logits_dtype=logits_dtype,
+        keep=keep,
     )
     keep = call.token_weight != 0
     z = GatherVocabulary.apply(own_logits(hidden, weight, keep, call), call.shard)
@@ -91,10 +94,12 @@ def forward_chunked_divergence(
     gradient: str = "forward",
     strip_tokens: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
+    keep: torch.Tensor | None = None,
 ) -> LossSums:
     """fused_linear_divergence with the student's logits kept whole, [N, V], and compared with the teacher by chunks.
 
-    Arguments, result and errors are those of fused_linear_divergence; `gradient` changes nothing. Autograd runs over a
+    Arguments, result and errors are those of fused_linear_divergence; `gradient` and `keep` change
+    nothing. Autograd runs over a
     chunk of `strip_tokens` tokens at once. Collectives, TP > 1: per chunk one all-reduce of about K + 2 TP numbers a
     token; hidden as in dense_divergence.
     """
@@ -113,6 +118,7 @@ def forward_chunked_divergence(
         gradient=gradient,
         strip_tokens=strip_tokens,
         logits_dtype=logits_dtype,
+        keep=keep,
     )
     z = own_logits(hidden, weight, call.token_weight != 0, call)
     return LossSums(*ForwardChunked.apply(z, call), call.token_weight.to(call.compute_dtype).sum())

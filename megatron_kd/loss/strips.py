@@ -3,11 +3,14 @@
 
 Strip i is rows [i * c, (i + 1) * c) of *every* rank's hidden. So under sequence parallelism a strip is one all-gather,
 its gradient one reduce-scatter, neither needs a permutation, and the gathered hidden never exists whole.
+Where the host knows which tokens to keep, a strip is as many rows as hold that many kept tokens, at most MAX_STRETCH
+times the usual, and all but the kept are dropped after the gather.
 
 Legend: N tokens of the call, R rows of hidden on this rank, n tokens of a strip, H hidden size, K teacher entries,
 V real columns of this rank. Memory: one buffer of logits [n, shard.size] in `compute_dtype` for all strips.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,6 +20,9 @@ from megatron_kd.loss.arguments import LossCall
 from megatron_kd.loss.divergence import teacher_buckets
 from megatron_kd.loss.matmul import logits_into
 from megatron_kd.loss.vocab_parallel import gather_rows
+
+MAX_STRETCH = 8
+"""Bounds a strip's gathered hidden states where few tokens are kept."""
 
 NO_LABEL = -2
 """Label of a masked token: neither a column nor the -1 of an absent entry."""
@@ -28,6 +34,10 @@ class Strip:
 
     rows: slice
     """Which rows of this rank's hidden."""
+    kept: torch.Tensor | None
+    """[n] int64: which of the rows of all ranks these tokens are. None: all of them."""
+    gathered_rows: int
+    """Rows of all ranks, kept or not."""
     hidden: torch.Tensor
     """[n, H]: of all ranks."""
     logits: torch.Tensor
@@ -45,6 +55,12 @@ class Strip:
     label_entry: torch.Tensor | None
     """[n, K] bool: the entry that is the label. None without labels."""
 
+    def with_left_out(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, H] of the kept tokens among zeros for the others: all rows of all ranks."""
+        if self.kept is None:
+            return values
+        return values.new_zeros(self.gathered_rows, values.shape[1]).index_copy_(0, self.kept, values)
+
 
 def strips(hidden: torch.Tensor, weight: torch.Tensor, call: LossCall) -> Iterator[Strip]:
     """The strips of a call, one alive at a time: the next one overwrites the logits of the last.
@@ -56,27 +72,61 @@ def strips(hidden: torch.Tensor, weight: torch.Tensor, call: LossCall) -> Iterat
     """
     height = min(call.strip_rows, len(hidden))
     buffer = hidden.new_empty(height * call.row_ranks, call.shard.size, dtype=call.compute_dtype)
-    for start in range(0, len(hidden), max(height, 1)):
-        yield load_strip(hidden, weight, slice(start, min(start + height, len(hidden))), buffer, call)
+    for rows, kept in stretches(len(hidden), call):
+        yield load_strip(hidden, weight, rows, kept, buffer, call)
 
 
-def load_strip(hidden: torch.Tensor, weight: torch.Tensor, rows: slice, buffer: torch.Tensor, call: LossCall) -> Strip:
+def stretches(count: int, call: LossCall) -> Iterator[tuple[slice, torch.Tensor | None]]:
+    """The rows of each strip among this rank's `count`, and on the host which of all ranks' rows are kept, or None."""
+    height = max(min(call.strip_rows, count), 1)
+    if call.keep is None:
+        yield from ((slice(start, min(start + height, count)), None) for start in range(0, count, height))
+        return
+    keep = call.keep.unflatten(0, (call.row_ranks, count))
+    kept_until = keep.sum(0).cumsum(0).tolist()
+    start = before = 0
+    while start < count:
+        fits = bisect_right(kept_until, before + height * call.row_ranks)
+        rows = slice(start, min(fits, start + MAX_STRETCH * height))
+        kept = keep[:, rows].flatten().nonzero()[:, 0]
+        if len(kept):
+            yield rows, kept
+        start, before = rows.stop, kept_until[rows.stop - 1]
+
+
+def load_strip(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    rows: slice,
+    kept: torch.Tensor | None,
+    buffer: torch.Tensor,
+    call: LossCall,
+) -> Strip:
     """Gather the rows' hidden states, project them, and select what is not masked. One all-gather."""
+    if kept is not None:
+        kept = kept.to(hidden.device, non_blocking=True)
+
+    def pick(tensor: torch.Tensor) -> torch.Tensor:
+        """The strip's tokens out of all ranks' rows of this stretch."""
+        return tensor if kept is None else tensor.index_select(0, kept)
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
-        """The strip's rows out of a tensor that has those of all ranks, in the order of gather_rows."""
-        return tensor.unflatten(0, (call.row_ranks, len(hidden)))[:, rows].flatten(0, 1)
+        """The strip's tokens out of a tensor that has those of all ranks, in the order of gather_rows."""
+        return pick(tensor.unflatten(0, (call.row_ranks, len(hidden)))[:, rows].flatten(0, 1))
 
     token_weight = whole(call.token_weight)
     keep = token_weight != 0
     gathered = gather_rows(hidden[rows], call.shard) if call.sequence_parallel else hidden[rows]
-    gathered = torch.where(keep[:, None], gathered, 0)
+    gathered_rows = len(gathered)
+    gathered = torch.where(keep[:, None], pick(gathered), 0)
     logits = buffer[: len(gathered), : call.shard.real]
     logits_into(logits, gathered, weight[: call.shard.real], call.logits_dtype)
     ids, P = teacher_buckets(*(whole(part) for part in call.teacher), keep, call.compute_dtype)
     labels = None if call.labels is None else torch.where(keep, whole(call.labels), NO_LABEL)
     return Strip(
         rows=rows,
+        kept=kept,
+        gathered_rows=gathered_rows,
         hidden=gathered,
         logits=logits,
         ids=ids,
