@@ -80,7 +80,7 @@ def variants(vocabulary: int = 201_088, top_k: int = 100) -> Iterator[Variant]:
     for dtype, narrow in (("bf16", 1), ("fp32", 0)):
         for name, label, ce in (("", 0, 0), (", label", 1, 0), (", label, CE at T = 1", 1, 1)):
             arguments = common | {"grad": f"*{dtype}", "grad_stride": (1 + narrow) * vocabulary}
-            arguments |= {"entries": "*fp32", "coefficients": "*fp32", "entries_stride": top_k + 1}
+            arguments |= {"entries": "*fp32", "coefficients": "*fp32"}
             constants = {"HAS_LABEL": label, "HAS_CE": ce, "NARROW": narrow}
             yield Variant(f"gradient {dtype}{name}", row_gradient_kernel, arguments, constants | GRADIENT)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two passes of row_kernels.py as Triton kernels, one program a row, each reading the row once.
 
-In: float32 logits z [n, V] in rows of any distance. Out and arguments: those of row_statistics and row_gradient_ there,
-whose eager forms say in torch what the kernels compute.
+In: float32 logits z [n, V] in rows of any distance. Arguments and results: those of row_statistics and row_gradient_
+there, whose eager forms say in torch what the kernels compute.
 
 Cost in bytes of memory a logit: statistics 4 read; gradient 4 read, and 2 (bf16) or 4 (float32) written. Entries add
 2 * K sectors of 32 bytes a row, 0.8 % of a row of 201,088 at K = 100. Memory is the limit, not arithmetic: at 4.3 TB/s
@@ -115,7 +115,6 @@ def row_gradient_kernel(
     coefficients,
     logits_stride,
     grad_stride,
-    entries_stride,
     V,
     K,
     inverse_temperature,
@@ -133,7 +132,7 @@ def row_gradient_kernel(
     logits += row * logits_stride
     grad += row * grad_stride
     columns += row * K
-    entries += row * entries_stride
+    entries += row * K
     coefficients += row * (2 + HAS_LABEL + 2 * HAS_CE)
     tail = tl.load(coefficients)
     shift = _finite(tl.load(coefficients + 1))
@@ -212,6 +211,8 @@ def _empty_statistics(logits, columns, label_column, temperature, at_one):
 @torch.library.impl("megatron_kd::row_statistics", "default")
 def _launch_statistics(logits, columns, label_column, temperature, at_one):
     owned, log_sums = _empty_statistics(logits, columns, label_column, temperature, at_one)
+    if label_column is not None:
+        label_column = label_column.contiguous()
     row_statistics_kernel[(len(logits),)](
         logits,
         columns.contiguous(),
@@ -242,12 +243,11 @@ def _launch_gradient(logits, columns, label_column, tail, log_tail, entries, lab
         logits,
         grad,
         columns.contiguous(),
-        label_column if label is not None else None,
-        entries,
+        None if label is None else label_column.contiguous(),
+        entries.contiguous(),
         torch.stack(coefficients, dim=1),
         logits.stride(0),
         grad.stride(0),
-        entries.stride(0),
         logits.shape[1],
         columns.shape[1],
         1 / temperature,

@@ -171,7 +171,8 @@ def both_passes(rows, device):
 
     columns, label, T = there(rows.columns), there(rows.label_column), rows.temperature
     coefficients = RowGradient(*map(there, rows.gradient))
-    coefficients = coefficients._replace(entries=torch.cat([coefficients.entries] * 2, 1)[:, : columns.shape[1]])
+    coefficients = coefficients._replace(entries=coefficients.entries.T.contiguous().T)  # as autograd may leave it
+    columns = columns.T.contiguous().T
     after, logits = rows.logits(device)
     owned, tails = row_kernels.row_statistics(logits, columns, label, T, at_one=label is not None and T != 1)
     grads, paddings, same_memory = {}, [], True
