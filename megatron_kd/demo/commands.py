@@ -45,7 +45,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps of each run")
     parser.add_argument(
-        "--seq-length", type=_sequence, metavar="S", help="tokens of a training sample, a multiple of 3 (default 384)"
+        "--seq-length",
+        type=_sequence,
+        metavar="S",
+        help="tokens of a training sample, a multiple of 3 (default 384, with --quick 192)",
     )
     parser.add_argument("--lr", type=float, metavar="LR", help="peak learning rate of both runs")
     parser.set_defaults(run=run)

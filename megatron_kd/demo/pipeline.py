@@ -28,7 +28,7 @@ TRAIN, HELD_OUT = "train", "held-out"
 class Settings:
     """Sizes of a demo run."""
 
-    steps: int = 48
+    steps: int = 32
     """Optimizer steps of each of the two runs."""
     seq_length: int = 384
     """Tokens of a training sample; the three ranks share it."""
@@ -46,7 +46,7 @@ class Settings:
     @classmethod
     def preset(cls, *, quick: bool, **given: Any) -> Self:
         """The full demo or the quick one, with some values given."""
-        small = {"steps": 8, "held_out_tokens": 1024, "large_shape": False} if quick else {}
+        small = {"steps": 8, "seq_length": 192, "held_out_tokens": 1024, "large_shape": False} if quick else {}
         return cls(**small | given)
 
     @property
