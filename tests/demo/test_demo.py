@@ -41,10 +41,10 @@ def test_healing_brings_the_student_closer_to_the_teacher(found: dict[str, Any])
     assert set(held_out) == {PRUNED, DEFAULT, DISTILLED, "teacher"}
     assert all(math.isfinite(value) for figures in held_out.values() for value in figures.values())
     assert held_out["teacher"]["kl"] == 0 and held_out["teacher"]["agreement"] == 1
-    assert held_out[DISTILLED]["kl"] < 0.8 * held_out[PRUNED]["kl"]
+    assert held_out[DISTILLED]["kl"] < 0.85 * held_out[PRUNED]["kl"]
     assert held_out[DISTILLED]["kl"] < held_out[DEFAULT]["kl"]
-    assert held_out[DISTILLED]["agreement"] > 1.2 * held_out[PRUNED]["agreement"]
-    assert held_out[DEFAULT]["perplexity"] < 0.7 * held_out[PRUNED]["perplexity"]
+    assert held_out[DISTILLED]["agreement"] > 1.15 * held_out[PRUNED]["agreement"]
+    assert held_out[DEFAULT]["perplexity"] < 0.75 * held_out[PRUNED]["perplexity"]
 
 
 def test_the_figures_are_those_of_the_exported_models(run: tuple[Path, str], found: dict[str, Any]):
@@ -68,7 +68,7 @@ def test_both_runs_start_from_the_same_student_on_the_same_data(found: dict[str,
     assert [step["step"] for step in default] == [step["step"] for step in distilled] == list(range(1, 9))
     assert default[0]["lm loss"] == pytest.approx(distilled[0]["lm loss"], rel=1e-4)
     assert "kd loss" not in default[0]
-    assert distilled[-1]["kd loss"] < 0.8 * distilled[0]["kd loss"]
+    assert distilled[-1]["kd loss"] < 0.85 * distilled[0]["kd loss"]
 
 
 def test_the_fused_loss_takes_least_memory(found: dict[str, Any]):
