@@ -5,6 +5,7 @@ from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits, UnitSour
 from megatron_kd.cache.errors import (
     BadSetting,
     CacheError,
+    CannotWrite,
     CorpusError,
     CorruptBlock,
     CorruptFile,
@@ -28,6 +29,7 @@ __all__ = [
     "CacheError",
     "CacheReader",
     "CacheWriter",
+    "CannotWrite",
     "Corpus",
     "CorpusError",
     "CorruptBlock",

@@ -25,7 +25,15 @@ class CorruptFile(CacheError):
 
 
 class CorruptBlock(CacheError):
-    """A block of teacher rows does not match its checksum."""
+    """A block of teacher rows does not match its checksum.
+
+    Attributes:
+        rows: (first, end) of the block on the cache's token axis; None where that is not known.
+    """
+
+    def __init__(self, message: str, *, rows: tuple[int, int] | None = None):
+        super().__init__(message)
+        self.rows = rows
 
 
 class MissingShard(CacheError):
@@ -50,6 +58,10 @@ class SpanError(CacheError):
 
 class TileConflict(CacheError):
     """Two writers made different content for one tile."""
+
+
+class CannotWrite(CacheError):
+    """The file system refused a write: full, read-only, over quota or without permission."""
 
 
 class Incomplete(CacheError):

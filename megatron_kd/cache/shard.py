@@ -128,7 +128,8 @@ class Shard:
             f"{self.path}: block {block} (rows [{start}, {end}) of the shard, [{self.first_row + start}, "
             f"{self.first_row + end}) of the cache) does not match its checksum, twice. Run `megatron-kd cache "
             f"verify`; to rebuild the tile delete commits/{self.path.stem}.json and run the same `megatron-kd cache "
-            "build` again"
+            "build` again",
+            rows=(self.first_row + start, self.first_row + end),
         )
 
     def verify_blocks(self) -> None:
