@@ -122,7 +122,7 @@ class Corpus:
     def tokenizer(self) -> dict[str, Any] | None:
         """What `note_tokenizer` stored beside the corpus, or None if nobody did."""
         path = Path(f"{self.prefix}.tokenizer.json")
-        return parse_json(read_bounded(path), str(path)) if path.is_file() else None
+        return parse_json(read_bounded(path, follow_links=True), str(path)) if path.is_file() else None
 
 
 def note_tokenizer(prefix: str | Path, identity: dict[str, Any]) -> None:

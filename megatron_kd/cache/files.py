@@ -4,13 +4,15 @@
 In: paths and bytes. Out: the same, or a `CacheError`. A file is published in four steps (write under `tmp/`, fsync,
 hard link into place, fsync the folder), so a name that can be seen always has complete content, and a second
 publication of a name fails instead of replacing it. A JSON record has one canonical spelling and carries its own
-checksum: any changed byte shows.
+checksum: any changed byte shows. Temporary names say whose they are, so that leftovers of dead processes can go,
+without asking a clock.
 """
 
 import json
 import logging
 import os
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -24,12 +26,70 @@ from megatron_kd.cache.errors import CorruptFile
 logger = logging.getLogger(__name__)
 
 MAX_RECORD_BYTES = 1 << 20
+FOLDERS = ("shards", "commits", "tmp", "quarantine")
+"""Folders of a cache."""
 _CHUNK_BYTES = 8 << 20
 
 
 def node_name() -> str:
     """Name of this machine, for messages and for the names of temporary files."""
     return socket.gethostname()
+
+
+def process_name(pid: int | None = None) -> str:
+    """A process of this machine by boot, PID namespace, number and start (ticks since boot); no clock is asked.
+
+    Without `/proc`, or for a process that is not there, the parts that cannot be known are empty.
+    """
+    pid = os.getpid() if pid is None else pid
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+        space = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    except OSError:
+        return f"--{pid}-"
+    try:
+        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        start = ""
+    return f"{boot}-{space}-{pid}-{start}"
+
+
+def temporary_name(name: str) -> str:
+    """A name nobody else uses, which says whose it is: node, process, and a random part."""
+    return f"{name}.{node_name()}.{process_name()}.{uuid.uuid4().hex}"
+
+
+def is_abandoned(name: str) -> bool:
+    """Whether a temporary name belongs to a process of this machine and boot that runs no more.
+
+    What cannot be judged from here (another node, boot or container) is not abandoned. Nothing depends on the clock.
+    """
+    owner = name.split(".")[-2] if name.count(".") >= 2 else ""
+    boot, space, pid, start = (owner.split("-") + [""] * 4)[:4]
+    if not (boot and space and start and pid.isdigit() and f".{node_name()}.{owner}." in name):
+        return False
+    now = process_name(int(pid)).split("-")
+    return now[:2] == [boot, space] and now[3] != start
+
+
+def open_regular(path: Path) -> int:
+    """Open a file of a cache for reading: a file descriptor.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CorruptFile: it is no regular file, or it or its folder is a symbolic link and could lead anywhere.
+    """
+    links = [part for part in (path, path.parent) if (part is path or part.name in FOLDERS) and part.is_symlink()]
+    if links:
+        raise CorruptFile(
+            f"{links[0]} is a symbolic link, and a cache holds its files itself. Put a copy of the file there "
+            "(`cp -rL` copies a whole cache so)"
+        )
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptFile(f"{path} is not a regular file")
+    return fd
 
 
 def digest_bytes(data: bytes | memoryview) -> str:
@@ -51,7 +111,10 @@ def read_exact(fd: int, buffer: memoryview, offset: int, name: str) -> None:
     view = buffer.cast("B")
     done = 0
     while done < len(view):
-        count = os.preadv(fd, [view[done:]], offset + done)
+        try:
+            count = os.preadv(fd, [view[done:]], offset + done)
+        except OSError as error:
+            raise CorruptFile(f"{name} cannot be read at byte {offset + done}: {error.strerror}") from error
         if count == 0:
             raise CorruptFile(
                 f"{name} ends at byte {offset + done}; {len(view) - done} more bytes were expected there"
@@ -89,7 +152,7 @@ def write_temporary(folder: Path, name: str, parts: Iterable[bytes | memoryview]
     Returns:
         The path, the xxh3-128 digest of its content, and its size in bytes.
     """
-    path = folder / f"{name}.{node_name()}.{os.getpid()}.{uuid.uuid4().hex}"
+    path = folder / temporary_name(name)
     state, size = xxhash.xxh3_128(), 0
     try:
         with open(path, "xb", buffering=0) as stream:
@@ -107,13 +170,18 @@ def write_temporary(folder: Path, name: str, parts: Iterable[bytes | memoryview]
 
 
 def publish(temporary: Path, target: Path) -> bool:
-    """Give a finished temporary file its name. False if the name is taken: nothing is ever replaced."""
+    """Give a finished temporary file its name. False if the name is taken: nothing is ever replaced.
+
+    Either way the name is durable afterwards: who gave it may have died before making it so.
+    """
     try:
         os.link(temporary, target)
     except FileExistsError:
-        return False
+        published = False
+    else:
+        published = True
     fsync_folder(target.parent)
-    return True
+    return published
 
 
 def _canonical(body: dict[str, Any]) -> bytes:
@@ -143,14 +211,20 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
     return body
 
 
-def read_bounded(path: Path, limit: int = MAX_RECORD_BYTES) -> bytes:
-    """Content of a small file; a larger one is refused before it is read."""
-    size = path.stat().st_size
-    if size > limit:
-        raise CorruptFile(
-            f"{path} has {size} bytes, more than the {limit} such a file can have; it is damaged or foreign"
-        )
-    return path.read_bytes()
+def read_bounded(path: Path, limit: int = MAX_RECORD_BYTES, *, follow_links: bool = False) -> bytes:
+    """Content of a small file; a larger one is refused before it is read, and so is a symbolic link."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if follow_links else open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise CorruptFile(
+                f"{path} has {size} bytes, more than the {limit} such a file can have; it is damaged or foreign"
+            )
+        data = bytearray(size)
+        read_exact(fd, memoryview(data), 0, str(path))
+    finally:
+        os.close(fd)
+    return bytes(data)
 
 
 def decode_record(data: bytes, name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_kd.cache.errors import CorruptBlock, CorruptFile
-from megatron_kd.cache.files import parse_json, read_exact
+from megatron_kd.cache.files import open_regular, parse_json, read_exact
 from megatron_kd.cache.layout import BLOCK_ROWS, RowFormat, block_checksums, plane_offsets, shard_header
 
 _VERIFY_ROWS = 16 * BLOCK_ROWS
@@ -40,7 +40,7 @@ class Shard:
         self._planes = row_format.planes(rows)
         header = shard_header(row_format, tile=tile, first_row=first_row, rows=rows, manifest_digest=manifest_digest)
         self._offsets, size = plane_offsets(row_format, rows, len(header))
-        self.fd = os.open(path, os.O_RDONLY)
+        self.fd = open_regular(path)
         self._check_header(header)
         found = os.fstat(self.fd).st_size
         if found != size:
