@@ -18,22 +18,34 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_kd.cache import layout
-from megatron_kd.cache.errors import CacheError, CorruptFile, IdentityMismatch, Incomplete, NotACache, TileConflict
+from megatron_kd.cache.errors import (
+    CacheError,
+    CannotWrite,
+    CorruptFile,
+    IdentityMismatch,
+    Incomplete,
+    NotACache,
+    TileConflict,
+)
 from megatron_kd.cache.files import (
+    FOLDERS,
     decode_record,
     digest_bytes,
     digest_file,
     encode_record,
     fsync_folder,
+    is_abandoned,
     node_name,
     publish,
     read_bounded,
+    temporary_name,
     write_temporary,
 )
 from megatron_kd.cache.manifest import Manifest, decode_tiles, differences, encode_tiles
@@ -41,8 +53,6 @@ from megatron_kd.cache.shard import Shard
 
 logger = logging.getLogger(__name__)
 
-_STALE_S = 3600.0
-_FOLDERS = ("shards", "commits", "tmp", "quarantine")
 _COMMIT_FIELDS = {"tile": int, "rows": int, "bytes": int, "digest": str, "manifest": str, "writer": dict}
 
 
@@ -143,6 +153,8 @@ class CacheWriter:
         manifest: from `make_manifest`.
         tiles: the tile table that belongs to it.
 
+    Every method raises `CannotWrite` where the file system refuses (full, read-only); what was committed is kept.
+
     Raises:
         IdentityMismatch: the folder holds a cache with another manifest; names the fields.
         NotACache: the folder holds something else.
@@ -152,9 +164,21 @@ class CacheWriter:
         self.path, self.manifest, self.tiles = Path(path), manifest, tiles
         self._digest = manifest.digest()
         decode_tiles(encode_tiles(tiles), manifest, "the tile table")
-        self._create()
-        self._join()
+        with self._writing("cannot be made or joined"):
+            self._create()
+            self._join()
         self._sweep()
+
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CannotWrite(
+                f"{self.path} {what} on node {node_name()}: {error.strerror} ({error.filename or self.path}). What is "
+                "committed is kept. Make room, or get permission to write there, and run the same `megatron-kd cache "
+                "build` again"
+            ) from error
 
     def _create(self) -> None:
         """Make the folder whole under another name first: a folder that can be seen has a manifest."""
@@ -162,23 +186,22 @@ class CacheWriter:
             return
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise NotACache(f"{self.path} exists and is not a teacher cache; choose another folder")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_name(f".{self.path.name}.{node_name()}.{os.getpid()}.{uuid.uuid4().hex}")
-        for folder in _FOLDERS:
+        home = self.path.resolve()  # the path may be a link to an empty folder elsewhere
+        home.parent.mkdir(parents=True, exist_ok=True)
+        fresh = home.with_name(temporary_name(f".{home.name}"))
+        for folder in FOLDERS:
             (fresh / folder).mkdir(parents=True)
         for name, data in (("manifest.json", self.manifest.to_json()), ("tiles.npy", encode_tiles(self.tiles))):
             temporary, _, _ = write_temporary(fresh / "tmp", name, [data])
             publish(temporary, fresh / name)
             temporary.unlink()
         try:
-            fresh.rename(self.path)
+            fresh.rename(home)
         except OSError:
-            if not (self.path / "manifest.json").exists():
+            _remove(fresh)
+            if not (home / "manifest.json").exists():
                 raise
-            for entry in sorted(fresh.rglob("*"), reverse=True):  # another writer was first
-                entry.rmdir() if entry.is_dir() else entry.unlink()
-            fresh.rmdir()
-        fsync_folder(self.path.parent)
+        fsync_folder(home.parent)
 
     def _join(self) -> None:
         data = read_bounded(self.path / "manifest.json")
@@ -191,19 +214,32 @@ class CacheWriter:
                 + "\n".join(lines)
                 + "\nUse the same settings, or another folder"
             )
-        decode_tiles((self.path / "tiles.npy").read_bytes(), self.manifest, str(self.path / "tiles.npy"))
+        data = read_bounded(self.path / "tiles.npy", len(encode_tiles(self.tiles)))
+        decode_tiles(data, self.manifest, str(self.path / "tiles.npy"))
+        for folder in FOLDERS:
+            if (self.path / folder).is_symlink() or not (self.path / folder).is_dir():
+                raise CorruptFile(f"{self.path / folder} must be a folder of the cache itself; nothing was written")
 
     def _sweep(self) -> None:
-        """Remove temporary files that dead writers of this node left more than an hour ago."""
-        for entry in os.scandir(self.path / "tmp"):
-            *_, node, pid, _ = ["", "", *entry.name.rsplit(".", 2)]
-            with contextlib.suppress(FileNotFoundError):
-                old = time.time() - entry.stat().st_mtime > _STALE_S
-                if old and node.endswith(node_name()) and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+        """Remove what dead writers of this node left behind: temporary files, and folders that never became a cache.
+
+        Where that cannot be done (a read-only folder) they stay; nothing ever reads them.
+        """
+        home = self.path.resolve()
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(home / "tmp"):
+                if is_abandoned(entry.name):
                     os.unlink(entry)
+            for entry in os.scandir(home.parent):
+                if entry.name.startswith(f".{home.name}.") and is_abandoned(entry.name):
+                    _remove(Path(entry))
 
     def todo(self) -> list[int]:
         """Tiles without a valid commit; a complete shard whose writer died before committing it is committed here."""
+        with self._writing("cannot be continued"):
+            return self._todo()
+
+    def _todo(self) -> list[int]:
         committed = {entry.name for entry in os.scandir(self.path / "commits")}
         shards = {entry.name for entry in os.scandir(self.path / "shards")}
         todo = []
@@ -214,15 +250,16 @@ class CacheWriter:
             if f"{name}.safetensors" in shards and self._adopt(tile):
                 continue
             todo.append(tile)
-        if todo and (self.path / "SEALED.json").exists():
-            self._quarantine(self.path / "SEALED.json", "the cache is sealed but tiles are missing")
+        seal = self.path / "SEALED.json"
+        if todo and seal.exists():
+            self._quarantine(seal, "the cache is sealed but tiles are missing", seal.lstat().st_ino)
         return todo
 
     def is_committed(self, tile: int) -> bool:
         """Whether the tile has a valid commit record and its shard has the size that record states."""
         try:
             commit = read_commit(self.path, tile, self._digest)
-            return self.shard_path(tile).stat().st_size == commit["bytes"]
+            return self.shard_path(tile).lstat().st_size == commit["bytes"]
         except (CorruptFile, FileNotFoundError):
             return False
 
@@ -254,13 +291,30 @@ class CacheWriter:
         if buffer.missing:
             raise Incomplete(f"tile {buffer.tile}: {buffer.missing} of {buffer.rows} rows were not stored")
         shard = self.shard_path(buffer.tile)
-        temporary, digest, size = write_temporary(self.path / "tmp", shard.name, buffer.parts())
-        try:
-            while not publish(temporary, shard) and not self._settle(buffer.tile, digest):
-                pass
-        finally:
-            temporary.unlink(missing_ok=True)
-        self._write_commit(buffer.tile, digest, size)
+        with self._writing(f"cannot take tile {buffer.tile}"):
+            digest, size = self._publish(shard, buffer.parts(), lambda digest: self._settle(buffer.tile, digest))
+            self._write_commit(buffer.tile, digest, size)
+
+    def _publish(
+        self, target: Path, parts: Iterable[bytes | memoryview], settle: Callable[[str], bool]
+    ) -> tuple[str, int]:
+        """Write a file and give it its name; its digest and size.
+
+        Where the name is taken, `settle(digest)` says True if what is there will do, False to try again, or raises.
+        """
+        parts = list(parts)
+        while True:
+            temporary, digest, size = write_temporary(self.path / "tmp", target.name, parts)
+            try:
+                while not publish(temporary, target) and not settle(digest):
+                    pass
+                return digest, size
+            except FileNotFoundError:
+                if temporary.exists():
+                    raise
+            finally:
+                temporary.unlink(missing_ok=True)
+            # Whoever sealed the cache took our temporary file for a leftover: once more.
 
     def _settle(self, tile: int, digest: str) -> bool:
         """A shard of that name exists. True if it is ours, False if it was damaged and is out of the way now."""
@@ -284,15 +338,20 @@ class CacheWriter:
         if self.is_committed(tile):  # its writer was quicker
             return True
         shard = self.shard_path(tile)
-        self._quarantine(self.commit_path(tile), "the commit record is not valid")
         try:
+            judged = shard.lstat().st_ino
             with Shard(
                 shard, self.manifest.row_format, *self._extent(tile), tile=tile, manifest_digest=self._digest
             ) as opened:
                 opened.verify_blocks()
+            fsync_folder(shard.parent)  # its writer may have died before it did
             self._write_commit(tile, digest_file(shard), shard.stat().st_size)
-        except (CacheError, FileNotFoundError) as error:
-            self._quarantine(shard, str(error))
+        except FileNotFoundError:
+            return False
+        except TileConflict:
+            raise
+        except CacheError as error:
+            self._quarantine(shard, str(error), judged)
             return False
         logger.info("%s was complete but not committed; committed it", shard)
         return True
@@ -315,21 +374,39 @@ class CacheWriter:
                 "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             },
         }
-        path = self.commit_path(tile)
-        temporary, _, _ = write_temporary(self.path / "tmp", path.name, [encode_record(record)])
-        try:
-            if not publish(temporary, path):
-                there = read_commit(self.path, tile, self._digest)
-                if there["digest"] != digest:
-                    raise TileConflict(f"{path} records digest {there['digest']}, this writer made {digest}")
-        finally:
-            temporary.unlink(missing_ok=True)
+        self._publish(
+            self.commit_path(tile), [encode_record(record)], lambda _: self._settle_commit(tile, digest, size)
+        )
 
-    def _quarantine(self, path: Path, reason: str) -> None:
+    def _settle_commit(self, tile: int, digest: str, size: int) -> bool:
+        """A commit record exists. True if it is of this shard, False if it is of none and is out of the way now."""
+        path = self.commit_path(tile)
+        try:
+            judged = path.lstat().st_ino
+            there = read_commit(self.path, tile, self._digest)
+            if (there["digest"], there["bytes"]) == (digest, size):
+                return True
+            if digest_file(self.shard_path(tile)) == there["digest"]:
+                raise TileConflict(f"{path} records digest {there['digest']}, this writer made {digest}")
+            reason = "it records a shard that is not there"
+        except FileNotFoundError:
+            return False
+        except CorruptFile as error:
+            reason = str(error)
+        self._quarantine(path, reason, judged)
+        return False
+
+    def _quarantine(self, path: Path, reason: str, inode: int) -> None:
+        """Move the file that was judged out of the way; one that took its name meanwhile keeps it."""
         target = self.path / "quarantine" / f"{path.name}.{uuid.uuid4().hex}"
         try:
             path.rename(target)
         except FileNotFoundError:
+            return
+        if target.lstat().st_ino != inode:
+            with contextlib.suppress(FileExistsError):
+                os.link(target, path)
+            target.unlink()
             return
         logger.warning("moved %s to %s: %s", path, target, reason)
 
@@ -345,15 +422,38 @@ class CacheWriter:
             raise Incomplete(
                 f"{self.path} cannot be sealed: {len(missing)} tiles are not committed: {some}. Run the build again"
             )
-        data = encode_record(seal_record(self.path, self.manifest))
+        with self._writing("cannot be sealed"):
+            for folder in ("shards", "commits"):  # another writer may have died before it made a name durable
+                fsync_folder(self.path / folder)
+            self._publish_seal(encode_record(seal_record(self.path, self.manifest)))
+        with contextlib.suppress(OSError):  # every tile is there, so whatever is left in tmp/ is of no use to anyone
+            for entry in os.scandir(self.path / "tmp"):
+                os.unlink(entry)
+
+    def _publish_seal(self, data: bytes) -> None:
         path = self.path / "SEALED.json"
-        if path.exists() and path.read_bytes() != data:
-            self._quarantine(path, "it does not describe the commits")
-        temporary, _, _ = write_temporary(self.path / "tmp", path.name, [data])
-        try:
-            publish(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+
+        def settle(_: str) -> bool:
+            try:
+                judged = path.lstat().st_ino
+                if read_bounded(path) == data:
+                    return True
+            except FileNotFoundError:
+                return False
+            except CorruptFile:
+                pass
+            self._quarantine(path, "it does not describe the commits", judged)
+            return False
+
+        if not (path.exists() and settle("")):
+            self._publish(path, [data], settle)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that never became a cache."""
+    for entry in sorted(folder.rglob("*"), reverse=True):
+        entry.rmdir() if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    folder.rmdir()
 
 
 def read_commit(cache: Path, tile: int, manifest_digest: str) -> dict[str, Any]:

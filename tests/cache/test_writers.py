@@ -20,42 +20,9 @@ from megatron_kd.cache import (
 )
 from megatron_kd.cache.verify import verify
 from tests.cache.conftest import build, fill, teacher_rows, unit_tokens
+from tests.cache.faults import child, wait
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # children of fork only write files
-
-
-def child(work) -> int:
-    """Run `work` in a forked process; returns its pid. It leaves with 0, or 1 after an exception."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:  # noqa: B036
-            import traceback
-
-            traceback.print_exc()
-            os._exit(1)
-    return pid
-
-
-def wait(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def die_after(steps: int):
-    """Patch the system calls of a commit; the process kills itself before the call that follows `steps` of them."""
-    left = [steps]
-    for name in ("fsync", "link", "unlink", "rename"):
-        real = getattr(os, name)
-
-        def patched(*args, real=real, **kwargs):
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return real(*args, **kwargs)
-
-        setattr(os, name, patched)
 
 
 @pytest.fixture
@@ -67,38 +34,6 @@ def plan(tmp_path, corpus):
 
 def snapshot(path):
     return {p.name: p.read_bytes() for p in sorted((path / "shards").iterdir())}
-
-
-def test_killed_at_every_step_of_creation_and_commit(tmp_path, corpus, plan):
-    """Whatever the step, what is there afterwards is valid, and the next writer makes the rest: the same bytes."""
-    manifest, tiles, expected = plan
-    units = DocumentUnits(corpus)
-    outcomes = set()
-    for steps in range(60):
-        path = tmp_path / f"killed-{steps}"
-
-        def work(path=path, steps=steps):
-            die_after(steps)
-            writer = CacheWriter(path, manifest, tiles)
-            fill(writer, units, writer.todo())
-            writer.seal()
-
-        code = wait(child(work))
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL
-        if path.exists() and not (path / "SEALED.json").exists():
-            with pytest.raises(Unsealed):
-                CacheReader(path, wait_s=0)
-        writer = CacheWriter(path, manifest, tiles)
-        todo = writer.todo()
-        outcomes.add(len(todo))
-        fill(writer, units, todo)
-        writer.seal()
-        assert snapshot(path) == expected
-        assert verify(path, "checksums").problems == []
-    assert code == 0 and steps > 15
-    assert outcomes == set(range(len(tiles)))  # from "all to do" to "nothing to do"
 
 
 def test_killed_in_mid_run_and_resumed(tmp_path, corpus, plan):
@@ -210,24 +145,3 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path, corpus):
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["thesis.txt"]
     (tmp_path / "empty").mkdir()
     assert len(np.diff(build(tmp_path / "empty", corpus, top_k=4).tiles, axis=0)) > 1
-
-
-def test_leftovers_of_dead_writers_are_removed_after_an_hour(tmp_path, corpus):
-    writer = build(tmp_path / "c", corpus, top_k=4)
-    from megatron_kd.cache.files import node_name
-
-    pid = child(lambda: None)
-    wait(pid)
-    names = {
-        "dead and old": f"shard-000000.safetensors.{node_name()}.{pid}.aa",
-        "dead and fresh": f"shard-000000.safetensors.{node_name()}.{pid}.bb",
-        "alive": f"shard-000000.safetensors.{node_name()}.{os.getpid()}.cc",
-        "elsewhere": f"shard-000000.safetensors.another-node.{pid}.dd",
-    }
-    for kind, name in names.items():
-        (writer.path / "tmp" / name).write_bytes(b"")
-        age = 10 if kind == "dead and fresh" else 7200
-        os.utime(writer.path / "tmp" / name, (time.time() - age,) * 2)
-    CacheWriter(writer.path, writer.manifest, writer.tiles)
-    left = {p.name for p in (writer.path / "tmp").iterdir()}
-    assert left == set(names.values()) - {names["dead and old"]}
