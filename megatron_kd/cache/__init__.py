@@ -22,7 +22,8 @@ from megatron_kd.cache.errors import (
 )
 from megatron_kd.cache.manifest import Manifest, make_manifest, tokenizer_identity
 from megatron_kd.cache.reader import CacheReader, Rows, check_echo
-from megatron_kd.cache.writer import CacheWriter, TileBuffer
+from megatron_kd.cache.tile import TileBuffer
+from megatron_kd.cache.writer import CacheWriter
 
 __all__ = [
     "BadSetting",
