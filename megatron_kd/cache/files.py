@@ -77,7 +77,8 @@ def open_regular(path: Path) -> int:
 
     Raises:
         FileNotFoundError: there is none.
-        CorruptFile: it is no regular file, or it or its folder is a symbolic link and could lead anywhere.
+        CorruptFile: it cannot be opened or is no regular file; it or its folder is a symbolic link, which could lead
+            anywhere.
     """
     links = [part for part in (path, path.parent) if (part is path or part.name in FOLDERS) and part.is_symlink()]
     if links:
@@ -85,7 +86,12 @@ def open_regular(path: Path) -> int:
             f"{links[0]} is a symbolic link, and a cache holds its files itself. Put a copy of the file there "
             "(`cp -rL` copies a whole cache so)"
         )
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CorruptFile(f"{path} cannot be opened: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise CorruptFile(f"{path} is not a regular file")
@@ -126,7 +132,7 @@ def wait_until_visible(path: Path, wait_s: float) -> bool:
     """Wait at most `wait_s` seconds for `path`: another node's file can take a while to show here."""
     deadline = time.monotonic() + wait_s
     pause = 0.05
-    while not path.exists():
+    while not os.path.exists(path):
         left = deadline - time.monotonic()
         if left <= 0:
             return False

@@ -21,6 +21,10 @@ from megatron_kd.cache.layout import FORMAT_VERSION, VALUE_DTYPES, RowFormat, id
 
 _FORMAT = "megatron-kd-cache"
 _JSON_TYPES = {dict: "an object", int: "an integer", str: "a string", list: "a list"}
+_MAX_TILES = 1 << 22
+"""4 million tiles of a million tokens; their table has 64 MiB."""
+_MAX_ROW_BYTES = 1 << 21
+"""A row of a whole vocabulary of 300,000 in f32 fits; a block of 512 such rows has at most 1 GiB."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Manifest:
                 f"{name} is not the manifest of a teacher cache: format is {header.get('format')!r}, not {_FORMAT!r}"
             )
         version = header.get("version")
-        if isinstance(version, int) and version > FORMAT_VERSION:
+        if type(version) is int and version > FORMAT_VERSION:
             raise FutureVersion(
                 f"{name} has format version {version}; this megatron_kd reads up to {FORMAT_VERSION}. Update "
                 "megatron_kd"
@@ -88,7 +92,7 @@ class Manifest:
         body = decode_record(data, name)
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
         body = {key: value for key, value in body.items() if key not in ("format", "version")}
-        if version != FORMAT_VERSION or body.keys() != fields.keys():
+        if type(version) is not int or version != FORMAT_VERSION or body.keys() != fields.keys():
             wrong = sorted(body.keys() ^ fields.keys()) or f"version {version!r}"
             raise CorruptFile(f"{name} is not a version {FORMAT_VERSION} manifest: missing or unknown: {wrong}")
         manifest = cls(**body)
@@ -100,7 +104,12 @@ class Manifest:
             value = getattr(self, field.name)
             wanted = getattr(field.type, "__origin__", field.type)
             if type(value) is not wanted:
-                raise CorruptFile(f"{name}: {field.name} must be {_JSON_TYPES[wanted]}, found {value!r}")
+                raise CorruptFile(f"{name}: {field.name} must be {_JSON_TYPES[wanted]}, found {_short(value)}")
+            if wanted is dict and not _is_plain(value):
+                raise CorruptFile(
+                    f"{name}: {field.name} must hold texts, numbers and at most one level of objects of them, found "
+                    f"{_short(value)}"
+                )
         ranges = {
             "vocab_real": (1, 2**31),
             "vocab_padded": (self.vocab_real, 2**31),
@@ -109,21 +118,31 @@ class Manifest:
         }
         for field, (low, high) in ranges.items():
             if not low <= getattr(self, field) <= high:
-                raise CorruptFile(f"{name}: {field} must lie in [{low}, {high}], found {getattr(self, field)}")
+                raise CorruptFile(f"{name}: {field} must lie in [{low}, {high}], found {_short(getattr(self, field))}")
         if self.values not in VALUE_DTYPES or self.codec != "raw" or self.id_hi_bits != id_hi_bits(self.vocab_real):
             raise CorruptFile(
-                f"{name}: values {self.values!r}, codec {self.codec!r}, id_hi_bits {self.id_hi_bits}; known are "
+                f"{name}: values {_short(self.values)}, codec {_short(self.codec)}, id_hi_bits "
+                f"{_short(self.id_hi_bits)}; known are "
                 f"values {sorted(VALUE_DTYPES)}, codec 'raw', and id_hi_bits {id_hi_bits(self.vocab_real)} for this "
                 "vocabulary"
             )
         if any(type(t) is not float or not 0 < t < 1e6 or t == 1 for t in self.temperatures):
-            raise CorruptFile(f"{name}: temperatures must be positive numbers other than 1, found {self.temperatures}")
-        for field, key in (("tiles", "digest"), ("units", "kind")):
-            if not isinstance(getattr(self, field).get(key), str):
-                raise CorruptFile(f"{name}: {field}.{key} must be a string")
-        count = self.tiles.get("count")
-        if type(count) is not int or not 1 <= count <= self.rows:
-            raise CorruptFile(f"{name}: tiles.count must lie in [1, rows = {self.rows}], found {count!r}")
+            raise CorruptFile(
+                f"{name}: temperatures must be positive numbers other than 1, found {_short(self.temperatures)}"
+            )
+        if self.row_format.bytes_per_row > _MAX_ROW_BYTES:
+            raise CorruptFile(
+                f"{name}: top_k {self.top_k} and {len(self.temperatures)} temperatures make rows of "
+                f"{self.row_format.bytes_per_row} bytes; at most {_MAX_ROW_BYTES} are read"
+            )
+        required = {"tiles": {"digest": str, "count": int, "tokens": int}, "units": {"kind": str, "digest": str}}
+        for field, keys in required.items():
+            for key, wanted in keys.items():
+                if type(value := getattr(self, field).get(key)) is not wanted:
+                    raise CorruptFile(f"{name}: {field}.{key} must be {_JSON_TYPES[wanted]}, found {_short(value)}")
+        count, most = self.tiles["count"], min(self.rows, _MAX_TILES)
+        if not 1 <= count <= most:
+            raise CorruptFile(f"{name}: tiles.count must lie in [1, {most}], found {_short(count)}")
 
 
 def make_manifest(
@@ -188,7 +207,10 @@ def make_manifest(
         rows=int(tiles[-1, 0]),
         tiles={"count": len(tiles) - 1, "tokens": int(tile_tokens), "digest": digest_bytes(encode_tiles(tiles))},
     )
-    manifest._check("the new manifest")
+    try:
+        manifest._check("the new manifest")
+    except CorruptFile as error:
+        raise BadSetting(str(error)) from error
     return manifest, tiles
 
 
@@ -211,9 +233,26 @@ def decode_tiles(data: bytes, manifest: Manifest, name: str) -> np.ndarray:
     tiles = np.frombuffer(data, "<i8", offset=max(start, 0)) if start > 0 else np.empty(0, "<i8")
     if tiles.size != 2 * shape[0] or data != encode_tiles(tiles := tiles.reshape(shape)):
         raise CorruptFile(f"{name} is not the table of {shape[0] - 1} tiles that the manifest describes")
-    if tiles[0].any() or int(tiles[-1, 0]) != manifest.rows or (np.diff(tiles[:, 0]) <= 0).any():
-        raise CorruptFile(f"{name}: tiles must be ascending from 0 to the manifest's {manifest.rows} rows")
+    ends = (manifest.rows, manifest.units.get("count", tiles[-1, 1]))
+    if tiles[0].any() or tuple(tiles[-1].tolist()) != ends or (tiles[1:] <= tiles[:-1]).any():
+        raise CorruptFile(
+            f"{name}: tiles must be ascending from 0 to the manifest's {ends[0]} rows and {ends[1]} units"
+        )
     return tiles
+
+
+def _is_plain(value: dict[str, Any], depth: int = 1) -> bool:
+    """Whether an object holds scalars, and objects of them down to `depth` levels."""
+    return all(
+        _is_plain(item, depth - 1) if isinstance(item, dict) and depth else not isinstance(item, dict | list)
+        for item in value.values()
+    )
+
+
+def _short(value: Any) -> str:
+    """A value from a file, for a message: escaped and at most 200 characters."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def differences(found: Any, wanted: Any, field: str = "") -> list[tuple[str, Any, Any]]:

@@ -23,13 +23,14 @@ from tqdm import tqdm
 from megatron_kd.cache import layout
 from megatron_kd.cache.corpus import UnitSource, unit_table_digest
 from megatron_kd.cache.errors import CacheError
-from megatron_kd.cache.files import digest_bytes, iter_file
+from megatron_kd.cache.files import FOLDERS, digest_bytes, iter_file
 from megatron_kd.cache.manifest import Manifest, expect
 from megatron_kd.cache.reader import Rows, check_echo, check_seal, load_cache, open_shard
 from megatron_kd.cache.shard import Shard
 from megatron_kd.cache.writer import read_commit
 
 LEVELS = ("commits", "header", "checksums", "tokens", "teacher")
+_ROOT_FILES = ("manifest.json", "tiles.npy", "SEALED.json")
 _TOKEN_ROWS = 1 << 16
 _TEACHER_TOLERANCE = 5e-3
 
@@ -77,7 +78,7 @@ def verify(
     report = Report(Path(path), level)
     try:
         manifest, tiles = load_cache(report.path)
-    except CacheError as error:
+    except (CacheError, OSError) as error:
         report.problems.append(str(error))
         return report
     if units is not None and not _attempt(report, lambda: expect_units(manifest, report.path, units)):
@@ -134,7 +135,7 @@ def _check_commits(report: Report, manifest: Manifest) -> list[int]:
             report.problems.append(
                 f"tile {tile} is not committed: {layout.shard_name(tile)}.json is missing in commits/"
             )
-        except CacheError as error:
+        except (CacheError, OSError) as error:
             report.problems.append(str(error))
     seals: list[dict[str, Any]] = []
     sealed = _attempt(report, lambda: seals.append(check_seal(report.path, manifest)))
@@ -145,14 +146,15 @@ def _check_commits(report: Report, manifest: Manifest) -> list[int]:
                 f"SEALED.json says shards = {seals[0].get('shards')}, the commit records make {found}"
             )
     for folder, suffix in (("commits", ".json"), ("shards", ".safetensors")):
-        _attempt(report, lambda folder=folder, suffix=suffix: _check_names(report, manifest, folder, suffix))
+        names = {layout.shard_name(tile) + suffix for tile in range(manifest.tiles["count"])}
+        _attempt(report, lambda folder=folder, names=names: _check_names(report, report.path / folder, names))
+    _attempt(report, lambda: _check_names(report, report.path, {*_ROOT_FILES, *FOLDERS}))
     return committed
 
 
-def _check_names(report: Report, manifest: Manifest, folder: str, suffix: str) -> None:
-    names = {layout.shard_name(tile) + suffix for tile in range(manifest.tiles["count"])}
-    for stray in sorted({entry.name for entry in (report.path / folder).iterdir()} - names):
-        report.problems.append(f"{report.path / folder / stray} does not belong to the cache")
+def _check_names(report: Report, folder: Path, names: set[str]) -> None:
+    for stray in sorted({entry.name for entry in folder.iterdir()} - names):
+        report.problems.append(f"{str(folder / stray)!r} does not belong to the cache")
 
 
 def _check_tile(
