@@ -18,7 +18,8 @@ hidden gradient [R, H] and, in `compute_dtype`, the weight gradient [shard.size,
 2 numbers a token (3 if labels meet T != 1).
 Collectives per strip, TP > 1: all-gather of hidden (sequence parallel), one all-reduce of about K + TP numbers a token
 (again in backward if recomputing), reduce-scatter (sequence parallel) or all-reduce of the hidden gradient, in the
-dtype of hidden.
+dtype of hidden. The all-gather travels during the products of the strip before, the hidden gradient during the
+products that follow; only the all-reduce is waited for.
 
 Legend: N tokens of the call, R rows of hidden on this rank, n tokens of a strip, H hidden size, K teacher entries,
 V real columns of this rank.
@@ -31,13 +32,16 @@ from torch.autograd.function import once_differentiable
 
 from megatron_kd.loss.arguments import LossCall, LossSums, TopK, check_arguments
 from megatron_kd.loss.divergence import EMPTY, is_empty, value_and_gradient
-from megatron_kd.loss.main_grad import accumulator, deliver, scaled
-from megatron_kd.loss.matmul import add_weight_gradient, hidden_gradient, operand_dtype, without_autocast
+from megatron_kd.loss.hidden_grad import HiddenGradient
+from megatron_kd.loss.matmul import operand_dtype, scaled, without_autocast
 from megatron_kd.loss.row_kernels import RowGradient, read_owned, row_gradient_, row_statistics
 from megatron_kd.loss.strips import Strip, strips
-from megatron_kd.loss.vocab_parallel import VocabShard, all_reduce, reduce_scatter_rows, share_statistics
+from megatron_kd.loss.tracing import untraced
+from megatron_kd.loss.vocab_parallel import VocabShard, share_statistics
+from megatron_kd.loss.weight_grad import WeightGradient
 
 
+@untraced
 def fused_linear_divergence(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -123,8 +127,8 @@ class FusedLinearDivergence(torch.autograd.Function):
         kd, ce = hidden.new_zeros(2, dtype=torch.float64)
         kept = []
         if at_once:
-            grad_hidden = empty_gradient(hidden, call) if ctx.needs[0] else None
-            grad_weight = torch.zeros_like(weight, dtype=call.compute_dtype) if ctx.needs[1] else None
+            grad_hidden = HiddenGradient(hidden, call) if ctx.needs[0] else None
+            grad_weight = WeightGradient.of_one_call(weight, call.compute_dtype) if ctx.needs[1] else None
         for strip in strips(hidden, weight, call):
             owned, tails = share_statistics(*strip_statistics(strip, call), call.shard)
             log_sums = vocabulary_log_sums(strip, owned, tails, call)
@@ -136,7 +140,10 @@ class FusedLinearDivergence(torch.autograd.Function):
             else:
                 kept.append(log_sums)
         if at_once:
-            ctx.save_for_backward(grad_hidden, grad_weight)
+            ctx.save_for_backward(
+                None if grad_hidden is None else grad_hidden.finished(),
+                *([] if grad_weight is None else grad_weight.parts),
+            )
         elif any(ctx.needs):
             ctx.call = call
             ctx.save_for_backward(hidden, weight, *kept)
@@ -149,21 +156,23 @@ class FusedLinearDivergence(torch.autograd.Function):
     def backward(ctx, scale: torch.Tensor, *_: torch.Tensor) -> tuple:
         """Scale the gradients, or compute them now. `scale` stays on the device."""
         if ctx.call is None:
-            grad_hidden, grad_weight = ctx.saved_tensors
+            grad_hidden, *parts = ctx.saved_tensors
             last = not torch._C._autograd._get_current_graph_task_keep_graph()
             if grad_hidden is not None:
                 grad_hidden = scaled(grad_hidden, scale, grad_hidden.dtype, reuse=last)
-            if grad_weight is not None:
-                grad_weight = deliver(ctx.weight, grad_weight, scale, reuse=last)
+            grad_weight = WeightGradient(parts).deliver(ctx.weight, scale, reuse=last) if parts else None
             return grad_hidden, grad_weight, None, None
 
         hidden, weight, *kept = ctx.saved_tensors
-        grad_hidden = empty_gradient(hidden, ctx.call) if ctx.needs[0] else None
-        grad_weight = accumulator(ctx.weight, ctx.call.compute_dtype) if ctx.needs[1] else None
+        grad_hidden = HiddenGradient(hidden, ctx.call) if ctx.needs[0] else None
+        grad_weight = WeightGradient.onto_main_grad(ctx.weight, ctx.call.compute_dtype) if ctx.needs[1] else None
         recompute_gradients(hidden, weight, kept, scale, grad_hidden, grad_weight, ctx.call)
-        if grad_weight is not None:
-            grad_weight = deliver(ctx.weight, grad_weight)
-        return grad_hidden, grad_weight, None, None
+        return (
+            None if grad_hidden is None else grad_hidden.finished(),
+            None if grad_weight is None else grad_weight.deliver(ctx.weight),
+            None,
+            None,
+        )
 
 
 def recompute_gradients(
@@ -171,8 +180,8 @@ def recompute_gradients(
     weight: torch.Tensor,
     kept: list[torch.Tensor],
     scale: torch.Tensor,
-    grad_hidden: torch.Tensor | None,
-    grad_weight: torch.Tensor | None,
+    grad_hidden: HiddenGradient | None,
+    grad_weight: WeightGradient | None,
     call: LossCall,
 ) -> None:
     """Project each strip again and add up its gradients. On return no strip is in memory."""
@@ -261,30 +270,17 @@ def add_gradients(
     strip: Strip,
     gradient: RowGradient,
     weight: torch.Tensor,
-    grad_hidden: torch.Tensor | None,
-    grad_weight: torch.Tensor | None,
+    grad_hidden: HiddenGradient | None,
+    grad_weight: WeightGradient | None,
     call: LossCall,
 ) -> None:
-    """Turn the strip's logits into their gradient, write its rows of grad_hidden and add to grad_weight.
-
-    One reduce-scatter (sequence parallel) or all-reduce of the hidden gradient.
-    """
+    """Turn the strip's logits into their gradient, and send it to hidden and weight."""
     dtype = operand_dtype(strip.logits, weight)
     grad = row_gradient_(strip.logits, strip.columns, strip.label_column, gradient, call.temperature, dtype)
-    real = slice(call.shard.real)
     if grad_hidden is not None:
-        partial = hidden_gradient(grad, weight[real])
-        if call.sequence_parallel:
-            grad_hidden[strip.rows] = reduce_scatter_rows(strip.with_left_out(partial), call.shard)
-        else:
-            grad_hidden[strip.rows] = strip.with_left_out(all_reduce(partial, call.shard))
+        grad_hidden.add(strip, grad, weight[: call.shard.real])
     if grad_weight is not None:
-        add_weight_gradient(grad_weight[real], grad, strip.hidden)
-
-
-def empty_gradient(hidden: torch.Tensor, call: LossCall) -> torch.Tensor:
-    """Memory for the gradient of hidden; zeros if strips leave out whole stretches of it."""
-    return torch.empty_like(hidden) if call.keep is None else torch.zeros_like(hidden)
+        grad_weight.add(grad, strip.hidden)
 
 
 def loss_sums(kd: torch.Tensor, ce: torch.Tensor, call: LossCall) -> LossSums:

@@ -3,6 +3,9 @@
 
 bf16 on CUDA multiplies bf16 operands and keeps float32 results. Where torch has no such product (CPU), and for fp16,
 whose range a logit gradient would leave, the operands are widened a block of columns at a time.
+Megatron adds weight gradients to `main_grad` with apex's fused_weight_gradient_mlp_cuda: one cuBLAS product with a
+float32 sum, as is addmm with an `out_dtype`. Apex's takes no gaps between rows, and a gradient that lies over its own
+wider logits has them: it would need a copy of the strip. So addmm it is, with or without apex.
 
 Legend: n tokens of a strip, H hidden size, V columns of this rank. Cost: 2 * n * H * V FLOPs each.
 """
@@ -35,14 +38,14 @@ def operand_dtype(logits: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     return weight.dtype if _mixed(weight, logits) else logits.dtype
 
 
-def hidden_gradient(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """grad @ weight, [n, H] in the dtype of weight. grad is in operand_dtype."""
+def hidden_gradient(grad: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """grad @ weight, [n, H] in the dtype of weight, in new memory or `out`. grad is in operand_dtype."""
     if grad.dtype == weight.dtype:
-        return grad @ weight
+        return torch.mm(grad, weight, out=out)
     total = grad.new_zeros(len(grad), weight.shape[1])
     for block in _blocks(weight):
         torch.addmm(total, grad[:, block], weight[block].to(grad.dtype), out=total)
-    return total.to(weight.dtype)
+    return total.to(weight.dtype) if out is None else out.copy_(total)
 
 
 def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
@@ -51,6 +54,23 @@ def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, hidden: torch.T
         torch.addmm(total, grad.T, hidden.to(grad.dtype), out=total)
     else:
         torch.addmm(total, grad.T, hidden, out_dtype=total.dtype, out=total)
+
+
+def scaled(
+    total: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    reuse: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """total [R, H] times a 0-dim scale, rounded to `dtype` once; in place with `reuse` if that is its dtype.
+
+    The scale has two axes here, since a 0-dim factor would be rounded itself.
+    """
+    if out is None:
+        out = total if reuse and dtype == total.dtype else torch.empty_like(total, dtype=dtype)
+    return torch.mul(total, scale.reshape(1, 1), out=out)
 
 
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager:

@@ -2,7 +2,8 @@
 """A call cut along its tokens: each strip with its logits, its teacher rows, and the columns they have on this rank.
 
 Strip i is rows [i * c, (i + 1) * c) of *every* rank's hidden. So under sequence parallelism a strip is one all-gather,
-its gradient one reduce-scatter, neither needs a permutation, and the gathered hidden never exists whole.
+its gradient one reduce-scatter, neither needs a permutation, and the gathered hidden never exists whole. The next
+strip's all-gather is started before this one's products, which hide it.
 Where the host knows which tokens to keep, a strip is as many rows as hold that many kept tokens, at most MAX_STRETCH
 times the usual, and all but the kept are dropped after the gather.
 
@@ -13,13 +14,14 @@ V real columns of this rank. Memory: one buffer of logits [n, shard.size] in `co
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import torch
 
 from megatron_kd.loss.arguments import LossCall
 from megatron_kd.loss.divergence import teacher_buckets
 from megatron_kd.loss.matmul import logits_into
-from megatron_kd.loss.vocab_parallel import gather_rows
+from megatron_kd.loss.vocab_parallel import OnItsWay, start_gather_rows
 
 MAX_STRETCH = 8
 """Bounds a strip's gathered hidden states where few tokens are kept."""
@@ -72,8 +74,13 @@ def strips(hidden: torch.Tensor, weight: torch.Tensor, call: LossCall) -> Iterat
     """
     height = min(call.strip_rows, len(hidden))
     buffer = hidden.new_empty(height * call.row_ranks, call.shard.size, dtype=call.compute_dtype)
-    for rows, kept in stretches(len(hidden), call):
-        yield load_strip(hidden, weight, rows, kept, buffer, call)
+
+    def gather(rows: slice) -> OnItsWay:
+        return start_gather_rows(hidden[rows], call.shard) if call.sequence_parallel else OnItsWay(hidden[rows])
+
+    cuts = ((rows, kept, gather(rows)) for rows, kept in stretches(len(hidden), call))
+    for (rows, kept, gathered), _ in pairwise(chain(cuts, [None])):  # so each is cut before the last is used
+        yield load_strip(gathered, len(hidden), weight, rows, kept, buffer, call)
 
 
 def stretches(count: int, call: LossCall) -> Iterator[tuple[slice, torch.Tensor | None]]:
@@ -95,16 +102,17 @@ def stretches(count: int, call: LossCall) -> Iterator[tuple[slice, torch.Tensor 
 
 
 def load_strip(
-    hidden: torch.Tensor,
+    gathered: OnItsWay,
+    count: int,
     weight: torch.Tensor,
     rows: slice,
     kept: torch.Tensor | None,
     buffer: torch.Tensor,
     call: LossCall,
 ) -> Strip:
-    """Gather the rows' hidden states, project them, and select what is not masked. One all-gather."""
+    """Project the rows' hidden states, of all ranks, and select what is not masked. A rank has `count` rows."""
     if kept is not None:
-        kept = kept.to(hidden.device, non_blocking=True)
+        kept = kept.to(weight.device, non_blocking=True)
 
     def pick(tensor: torch.Tensor) -> torch.Tensor:
         """The strip's tokens out of all ranks' rows of this stretch."""
@@ -112,22 +120,23 @@ def load_strip(
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         """The strip's tokens out of a tensor that has those of all ranks, in the order of gather_rows."""
-        return pick(tensor.unflatten(0, (call.row_ranks, len(hidden)))[:, rows].flatten(0, 1))
+        return pick(tensor.unflatten(0, (call.row_ranks, count))[:, rows].flatten(0, 1))
 
     token_weight = whole(call.token_weight)
     keep = token_weight != 0
-    gathered = gather_rows(hidden[rows], call.shard) if call.sequence_parallel else hidden[rows]
-    gathered_rows = len(gathered)
-    gathered = torch.where(keep[:, None], pick(gathered), 0)
-    logits = buffer[: len(gathered), : call.shard.real]
-    logits_into(logits, gathered, weight[: call.shard.real], call.logits_dtype)
+    rows_of_all = gathered.arrived()
+    gathered_rows = len(rows_of_all)
+    hidden = torch.where(keep[:, None], pick(rows_of_all), 0)
+    del rows_of_all
+    logits = buffer[: len(hidden), : call.shard.real]
+    logits_into(logits, hidden, weight[: call.shard.real], call.logits_dtype)
     ids, P = teacher_buckets(*(whole(part) for part in call.teacher), keep, call.compute_dtype)
     labels = None if call.labels is None else torch.where(keep, whole(call.labels), NO_LABEL)
     return Strip(
         rows=rows,
         kept=kept,
         gathered_rows=gathered_rows,
-        hidden=gathered,
+        hidden=hidden,
         logits=logits,
         ids=ids,
         P=P,

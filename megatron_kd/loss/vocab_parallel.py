@@ -2,7 +2,8 @@
 """A rank's share of the vocabulary, and the collectives of the losses over the tensor-parallel group.
 
 Every collective has a shape that follows from the arguments all ranks share; none depends on data or on a rank's own
-columns. With one rank nothing is sent.
+columns. With one rank nothing is sent. Those with many bytes can be started and awaited later: on CUDA they run on a
+stream of their own beside whatever is computed in between, and to await one makes the stream wait, not the host.
 
 Legend: N tokens, n tokens of a strip, R rows of this rank, H hidden size, M numbers per token, V columns of this rank.
 """
@@ -53,11 +54,30 @@ class VocabShard:
         return torch.where((columns >= 0) & (columns < self.real), columns, -1)
 
 
-def all_reduce(tensor: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+class OnItsWay:
+    """The result of a collective that was started."""
+
+    def __init__(self, result: torch.Tensor, work: dist.Work | None = None, sent: torch.Tensor | None = None):
+        self._result, self._work, self._sent = result, work, sent
+
+    def arrived(self) -> torch.Tensor:
+        """The result, to be used by what is computed from now on. Call it once: nothing is held afterwards."""
+        if self._work is not None:
+            self._work.wait()
+        result, self._result, self._work, self._sent = self._result, None, None, None
+        return result
+
+
+def start_all_reduce(tensor: torch.Tensor, shard: VocabShard) -> OnItsWay:
     """Sum a tensor over the group, in place. One all-reduce of its size."""
-    if shard.world_size > 1:
-        dist.all_reduce(tensor, group=shard.group)
-    return tensor
+    if shard.world_size == 1:
+        return OnItsWay(tensor)
+    return OnItsWay(tensor, dist.all_reduce(tensor, group=shard.group, async_op=True))
+
+
+def all_reduce(tensor: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """As start_all_reduce, awaited."""
+    return start_all_reduce(tensor, shard).arrived()
 
 
 def share_statistics(
@@ -85,22 +105,32 @@ def share_statistics(
     return owned, slots.unflatten(1, (ranks, -1)).logsumexp(1)
 
 
-def gather_rows(rows: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+def start_gather_rows(rows: torch.Tensor, shard: VocabShard) -> OnItsWay:
     """[r, H] of every rank, end to end in rank order: [TP * r, H]. One all-gather."""
     if shard.world_size == 1:
-        return rows
+        return OnItsWay(rows)
     gathered = rows.new_empty(shard.world_size * len(rows), *rows.shape[1:])
-    _all_gather(gathered, rows.contiguous(), group=shard.group)
-    return gathered
+    sent = rows.contiguous()
+    return OnItsWay(gathered, _all_gather(gathered, sent, group=shard.group, async_op=True), sent)
+
+
+def gather_rows(rows: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """As start_gather_rows, awaited."""
+    return start_gather_rows(rows, shard).arrived()
+
+
+def start_reduce_scatter_rows(rows: torch.Tensor, own: torch.Tensor, shard: VocabShard) -> OnItsWay:
+    """Sum [TP * r, H] over the ranks; each gets its [r, H] in the contiguous `own`. One reduce-scatter."""
+    if shard.world_size == 1:
+        return OnItsWay(own.copy_(rows))
+    sent = rows.contiguous()
+    return OnItsWay(own, _reduce_scatter(own, sent, group=shard.group, async_op=True), sent)
 
 
 def reduce_scatter_rows(rows: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """Sum [TP * r, H] over the ranks; each keeps its own [r, H]. One reduce-scatter."""
-    if shard.world_size == 1:
-        return rows
+    """As start_reduce_scatter_rows, awaited, into new memory."""
     own = rows.new_empty(len(rows) // shard.world_size, *rows.shape[1:])
-    _reduce_scatter(own, rows.contiguous(), group=shard.group)
-    return own
+    return start_reduce_scatter_rows(rows, own, shard).arrived()
 
 
 class GatherSequence(torch.autograd.Function):

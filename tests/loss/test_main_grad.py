@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_kd.loss import LossArgumentError, VocabShard, fused_linear_divergence
+from megatron_kd.loss import LossArgumentError, VocabShard, fused_linear_divergence, weight_grad
 from tests.loss.checks import relative
 from tests.loss.oracle import make_case, oracle
 
@@ -115,6 +115,24 @@ def test_plain_gradients_accumulate_as_any_other(mode):
     for _ in range(3):
         loss(case, hidden, weight, mode).backward()
     assert torch.allclose(weight.grad, 3 * oracle(case, "forward_kl", ce_weight=0.5).grad_weight, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", (40, 39))
+def test_a_plain_gradient_is_rounded_in_the_memory_of_its_float32_sum(mode, rows, monkeypatch):
+    """In place, seven rows at a time, the same bits as into new memory; and no more memory is kept than it needs."""
+    monkeypatch.setattr(weight_grad, "BLOCK", 7)
+    case = make_case(dtype=torch.bfloat16)
+    shard = VocabShard(0, rows, 37)
+    arguments = (case.hidden, case.weight[:rows].clone().requires_grad_(), case.teacher, case.token_weight)
+    total = 0.3 * fused_linear_divergence(*arguments, shard=shard, gradient=mode, strip_tokens=4).total
+    (into_new,) = torch.autograd.grad(total, arguments[1], retain_graph=True)
+    total.backward()
+    in_place = arguments[1].grad
+    assert torch.equal(in_place, into_new)
+    assert relative(in_place[:37], 0.3 * oracle(case, "forward_kl").grad_weight[:37]) < 3e-3
+    assert not in_place[37:].any()
+    assert in_place.untyped_storage().nbytes() == 2 * 40 * 8
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -63,14 +63,13 @@ def test_collectives_follow_from_the_shapes_alone(by_rank):
 
 
 def expected_collectives(world, mode, parallel):
-    """24 tokens in strips of 16 over all ranks; H = 8, K = 20 and the label."""
+    """24 tokens in strips of 16 over all ranks; H = 8, K = 20 and the label. Both all-gathers start before strip 0."""
     rows = (16, 8)
-    hidden = [("all_gather", n * 8) for n in rows] if parallel else [None] * 2
+    hidden = [("all_gather", n * 8) for n in rows] if parallel else []
     statistics = [("all_reduce", n * (21 + world)) for n in rows]
     again = [("all_reduce", n * 21) for n in rows]
     grads = [("scatter", n * 8 // world) if parallel else ("all_reduce", n * 8) for n in rows]
+    in_turn = lambda *kinds: [one for strip in zip(*kinds, strict=True) for one in strip]  # noqa: E731
     if mode == "forward":
-        strips = zip(hidden, statistics, grads, strict=True)
-    else:
-        strips = [*zip(hidden, statistics, strict=True), *zip(hidden, again, grads, strict=True)]
-    return [one for strip in strips for one in strip if one is not None]
+        return hidden + in_turn(statistics, grads)
+    return hidden + statistics + hidden + in_turn(again, grads)
