@@ -68,8 +68,10 @@ class Manifest:
         return encode_record({"format": _FORMAT, "version": FORMAT_VERSION, **dataclasses.asdict(self)})
 
     def digest(self) -> str:
-        """xxh3-128 of manifest.json; shards, commits and the seal carry it."""
-        return digest_bytes(self.to_json())
+        """xxh3-128 of manifest.json; shards, commits and the seal carry it. Computed once."""
+        if (known := getattr(self, "_digest", None)) is None:
+            object.__setattr__(self, "_digest", known := digest_bytes(self.to_json()))
+        return known
 
     @classmethod
     def from_json(cls, data: bytes, name: str = "manifest.json") -> "Manifest":

@@ -19,6 +19,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ class CacheWriter:
         data = read_bounded(self.path / "manifest.json")
         if data != self.manifest.to_json():
             there = Manifest.from_json(data, str(self.path / "manifest.json"))
-            wrong = differences(vars(there), vars(self.manifest))
+            wrong = differences(asdict(there), asdict(self.manifest))
             lines = [f"  {name}: the cache has {found!r}, this build {wanted!r}" for name, found, wanted in wrong]
             raise IdentityMismatch(
                 f"{self.path} is a cache with other settings:\n"
