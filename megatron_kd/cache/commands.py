@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits, UnitSource
-from megatron_kd.cache.errors import CacheError
+from megatron_kd.cache.errors import CacheError, printable
 from megatron_kd.cache.manifest import expect
 from megatron_kd.cache.reader import check_seal, load_cache
 from megatron_kd.cache.verify import LEVELS, verify
@@ -246,14 +246,9 @@ def _print_info(info: dict[str, Any]) -> None:
         f"{info['values']} values, temperatures {[1.0, *info['temperatures']]}",
     }
     for name in ("teacher", "tokenizer", "corpus", "units", "context"):
-        lines[name] = ", ".join(f"{key} {printable(value)}" for key, value in info[name].items()) or "unknown"
+        lines[name] = ", ".join(f"{key} {printable(str(value))}" for key, value in info[name].items()) or "unknown"
     for name, text in lines.items():
         print(f"{name + ':':<11}{text}")
-
-
-def printable(value: Any) -> str:
-    """Text of a value from a file; what a terminal could take for a command is escaped."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))
 
 
 def run_verify(args: argparse.Namespace) -> int:

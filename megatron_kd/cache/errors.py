@@ -5,7 +5,19 @@ from megatron_kd.errors import UserError
 
 
 class CacheError(UserError):
-    """Base of every error raised by `megatron_kd.cache`."""
+    """Base of every error raised by `megatron_kd.cache`.
+
+    Messages quote what files hold, and a hostile one may hold anything: they are made printable and cut at 8,000
+    characters.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(printable(message[:8000]))
+
+
+def printable(text: str) -> str:
+    """The text with everything escaped that a terminal could take for a command, or not show; lines stay."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 class NotACache(CacheError):
