@@ -19,10 +19,10 @@ from megatron_kd.cache.corpus import FirstUnits, UnitSource
 from megatron_kd.cache.errors import BadSetting, IdentityMismatch
 from megatron_kd.cache.manifest import Manifest, make_manifest
 from megatron_kd.cache.writer import CacheWriter
+from megatron_kd.loss import TeacherRows
 from megatron_kd.teacher.errors import TeacherError
 from megatron_kd.teacher.gate import check_teacher
 from megatron_kd.teacher.model import HuggingFaceTeacher
-from megatron_kd.teacher.select import Selection
 
 logger = logging.getLogger(__name__)
 
@@ -266,7 +266,7 @@ def _piece_tokens(teacher: HuggingFaceTeacher, units: UnitSource, piece: Piece) 
 
 
 def _split(
-    rows: Selection, batch: list[Piece], tokens: list[np.ndarray], manifest: Manifest
+    rows: TeacherRows, batch: list[Piece], tokens: list[np.ndarray], manifest: Manifest
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     ids, logprobs, log_tail, tail_T = (x.cpu().numpy() for x in rows[:4])
     at = 0

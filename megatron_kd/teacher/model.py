@@ -2,8 +2,8 @@
 """A Hugging Face causal language model as a teacher: hidden states, output projection, real vocabulary, identity.
 
 In: a model folder, hub name or GGUF file. Out: hidden states of batches of token sequences, and teacher rows through
-`select_top_k`. Costs the model's weights; the model's own [tokens, vocabulary] logits are made once, for at most 32
-tokens, to prove that the projection done here is the model's.
+`fused_linear_topk`. Costs the model's weights; the model's own [tokens, vocabulary] logits are made once, for at most
+32 tokens, to prove that the projection done here is the model's.
 """
 
 import logging
@@ -16,8 +16,9 @@ import torch
 
 from megatron_kd.cache.files import digest_bytes, digest_file
 from megatron_kd.cache.manifest import tokenizer_identity
+from megatron_kd.loss import TeacherRows, VocabShard, fused_linear_topk
+from megatron_kd.loss.matmul import logits_into
 from megatron_kd.teacher.errors import ImplausibleTeacher, TeacherError
-from megatron_kd.teacher.select import Selection, project, select_top_k
 
 logger = logging.getLogger(__name__)
 
@@ -139,13 +140,13 @@ class HuggingFaceTeacher:
         temperatures: Sequence[float] = (),
         strip_tokens: int | None = None,
         labels: torch.Tensor | None = None,
-    ) -> Selection:
-        """Teacher rows of hidden states [N, H]; see `select_top_k`."""
+    ) -> TeacherRows:
+        """Teacher rows of hidden states [N, H]; see `fused_linear_topk`."""
         try:
-            return select_top_k(
+            return fused_linear_topk(
                 hidden,
                 self._weight,
-                vocab_real=self.vocab_real,
+                shard=VocabShard(0, self.vocab_padded, self.vocab_real),
                 top_k=top_k,
                 temperatures=temperatures,
                 strip_tokens=strip_tokens,
@@ -162,7 +163,8 @@ class HuggingFaceTeacher:
         count = min(_PROBE_TOKENS, self.max_context or _PROBE_TOKENS)
         tokens = np.arange(count) * 7919 % self.vocab_real
         hidden = self.hidden([tokens])[0]
-        ours = project(hidden, self._weight, torch.float32)
+        ours = hidden.new_empty(count, self.vocab_padded, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        logits_into(ours, hidden, self._weight, ours.dtype)
         if self._bias is not None:
             ours += self._bias.float()
         if self._transform is not None:

@@ -16,11 +16,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_kd.loss import (
+    TeacherRows,
     TopK,
     VocabShard,
     dense_divergence,
     forward_chunked_divergence,
     fused_linear_divergence,
+    fused_linear_topk,
     vocab_parallel,
 )
 from tests.loss.checks import relative
@@ -55,6 +57,7 @@ class Results:
     outcomes: list[Outcome]
     bf16_errors: list[float]
     collectives: dict[str, list[tuple[str, int]]]
+    teacher_rows: dict[str, TeacherRows]
 
 
 def layouts(total, padded, world):
@@ -104,7 +107,12 @@ def rank_main(rank, world, folder):
     store = dist.FileStore(str(folder / f"store-{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     combinations = pickle.loads((folder / "combinations").read_bytes())
-    results = Results(compare_all(rank, world, combinations), bf16_errors(rank, world), collectives(rank, world))
+    results = Results(
+        compare_all(rank, world, combinations),
+        bf16_errors(rank, world),
+        collectives(rank, world),
+        teacher_rows(rank, world),
+    )
     (folder / f"{world}-{rank}").write_bytes(pickle.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
@@ -162,6 +170,39 @@ def collectives(rank, world):
         ):
             call(rank, world, used, "forward_kl", 0.5, sizes, IMPLEMENTATIONS[mode], parallel)
     return seen
+
+
+TEACHER = {"top_k": 20, "temperatures": (2.0,)}
+
+
+def teacher_case():
+    """Logits of few values, so that many tie within and between the shards; labels of which some are absent."""
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randint(-1, 2, (n, 3), generator=random).double() for n in (STEPS * BATCH, 512))
+    labels = torch.arange(STEPS * BATCH) * 37 % 507
+    return hidden, weight, labels.masked_fill(labels % 5 == 0, -1)
+
+
+def teacher_rows(rank, world):
+    """The teacher's top K by layout of the shards, with and without sequence parallelism; padding is NaN."""
+    hidden, weight, labels = teacher_case()
+    weight[507:] = torch.nan
+    found = {}
+    for (name, sizes), parallel in product(layouts(507, 512, world).items(), (False, True)):
+        start = sum(sizes[:rank])
+        rows = torch.full((sum(sizes), 3), torch.nan, dtype=torch.float64)
+        rows[:512] = weight[: sum(sizes)]
+        states = hidden.unflatten(0, (STEPS, BATCH))
+        found[f"{name} sp={parallel}"] = fused_linear_topk(
+            states.chunk(world)[rank] if parallel else states,
+            rows[start : start + sizes[rank]],
+            shard=VocabShard(start, sizes[rank], 507, dist.group.WORLD),
+            sequence_parallel=parallel,
+            strip_tokens=16,
+            labels=labels.unflatten(0, (STEPS, BATCH)),
+            **TEACHER,
+        )
+    return found
 
 
 def call(rank, world, case, name, ce_weight, sizes, function, parallel, **options):

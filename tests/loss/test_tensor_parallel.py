@@ -2,8 +2,10 @@
 """Values and gradients on two and four real ranks equal the oracle's, times exactly one."""
 
 import pytest
+import torch
 
-from tests.loss.ranks import run_worlds
+from megatron_kd.loss import fused_linear_topk
+from tests.loss import ranks
 
 WORLDS = (2, 4)
 
@@ -11,7 +13,7 @@ WORLDS = (2, 4)
 @pytest.fixture(scope="module")
 def results():
     """What the ranks of all world sizes return."""
-    return run_worlds(WORLDS)
+    return ranks.run_worlds(WORLDS)
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=("TP=2", "TP=4"))
@@ -60,6 +62,18 @@ def test_collectives_follow_from_the_shapes_alone(by_rank):
             calls = by_rank[0].collectives[f"{mode} sp={parallel} some"]
             assert calls == by_rank[0].collectives[f"{mode} sp={parallel} masked"]
             assert calls == expected_collectives(world, mode, parallel)
+
+
+def test_the_teachers_top_k_is_that_of_one_rank(by_rank):
+    """Ids equal, ties included; whatever the shards, with one that has less than K columns or none."""
+    hidden, weight, labels = ranks.teacher_case()
+    alone = fused_linear_topk(hidden, weight[:507], labels=labels, **ranks.TEACHER)
+    for rank in by_rank:
+        assert len(rank.teacher_rows) == 6
+        for found in rank.teacher_rows.values():
+            assert torch.equal(found.ids, alone.ids)
+            for one, other in zip(found[1:], alone[1:], strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def expected_collectives(world, mode, parallel):

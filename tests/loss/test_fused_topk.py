@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strip-wise selection against a dense fp64 log-softmax."""
+"""The teacher's top K, strip by strip, against a dense fp64 log-softmax. Over ranks: test_tensor_parallel.py."""
+
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -7,7 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_kd.teacher.select import ranked_top_k, select_top_k
+from megatron_kd.loss import LossArgumentError, VocabShard, fused_linear_topk, fused_topk
+from megatron_kd.loss.fused_topk import ranked_top_k
+from megatron_kd.report.memory import LiveBytes
 
 
 class LargestTensor(TorchDispatchMode):
@@ -53,10 +57,10 @@ def test_equal_to_the_dense_log_softmax_in_fp64(strip_tokens, top_k, vocab_real,
     bias[vocab_real:] = 50  # padding would win every place
     labels = torch.arange(37) * 13 % vocab_real
     labels[5] = -1
-    got = select_top_k(
+    got = fused_linear_topk(
         hidden,
         weight,
-        vocab_real=vocab_real,
+        shard=VocabShard(0, rows, vocab_real),
         top_k=top_k,
         temperatures=(2.0, 0.5),
         strip_tokens=strip_tokens,
@@ -77,7 +81,7 @@ def test_equal_to_the_dense_log_softmax_in_fp64(strip_tokens, top_k, vocab_real,
 def test_narrow_inputs_lose_nothing_but_their_own_rounding(dtype):
     """Products of the given values are taken and summed in fp32, however narrow the inputs are."""
     hidden, weight = problem(64, 64, 40_000, dtype)
-    got = select_top_k(hidden, weight, vocab_real=40_000, top_k=50, temperatures=(2.0,))
+    got = fused_linear_topk(hidden, weight, top_k=50, temperatures=(2.0,))
     _, logprobs, log_tail, tail_T, logp = dense(hidden, weight, 40_000, 50, (2.0,))
     np.testing.assert_allclose(got.logprobs, logprobs, atol=2e-5)
     np.testing.assert_allclose(got.log_tail, log_tail, atol=2e-5)
@@ -90,7 +94,7 @@ def test_the_tail_is_summed_and_not_derived():
     weight = torch.zeros(1000, 4)
     weight[7] = 1.0
     hidden = torch.full((3, 4), 9.0)
-    got = select_top_k(hidden, weight, vocab_real=1000, top_k=5)
+    got = fused_linear_topk(hidden, weight, top_k=5)
     expected = np.log(995) - np.log(np.exp(36.0) + 999)
     np.testing.assert_allclose(got.log_tail, expected, rtol=1e-6)
 
@@ -110,7 +114,7 @@ def test_ties_are_broken_by_id_inside_and_at_the_cut():
 def test_no_argument_is_modified():
     hidden, weight = problem(9, 8, 40, torch.float32)
     before = hidden.clone(), weight.clone()
-    select_top_k(hidden, weight, vocab_real=39, top_k=3, temperatures=(2.0,))
+    fused_linear_topk(hidden, weight, shard=VocabShard(0, 40, 39), top_k=3, temperatures=(2.0,))
     assert torch.equal(hidden, before[0]) and torch.equal(weight, before[1])
 
 
@@ -122,7 +126,14 @@ def test_largest_tensor_is_one_strip(n, vocab, strip, dtype):
         n = 4096  # the same code path; the full length is covered in fp32
     hidden, weight = torch.randn(n, 8).to(dtype), torch.randn(vocab, 8).to(dtype)
     with LargestTensor() as largest:
-        select_top_k(hidden, weight, vocab_real=vocab - 8, top_k=20, strip_tokens=strip, temperatures=(2.0,))
+        fused_linear_topk(
+            hidden,
+            weight,
+            shard=VocabShard(0, vocab, vocab - 8),
+            top_k=20,
+            strip_tokens=strip,
+            temperatures=(2.0,),
+        )
     results = n * 20 * 8
     assert strip * (vocab - 8) * 4 <= largest.bytes <= max(strip * vocab * 4, weight.nbytes, results)
     assert largest.bytes < n * vocab * 4 / 10
@@ -132,6 +143,25 @@ def test_logits_that_are_nan_are_an_error():
     hidden, weight = problem(9, 8, 40, torch.float32)
     weight[3] = torch.nan
     with pytest.raises(FloatingPointError, match="NaN"):
-        select_top_k(hidden, weight, vocab_real=40, top_k=3)
-    with pytest.raises(ValueError, match="found 41, 40, 40"):
-        select_top_k(hidden, weight, vocab_real=40, top_k=41)
+        fused_linear_topk(hidden, weight, top_k=3)
+    with pytest.raises(LossArgumentError, match="top_k: expected 1 to 40, the real vocabulary, found 41"):
+        fused_linear_topk(hidden, weight, top_k=41)
+
+
+def test_sequence_and_batch_axes_are_rows():
+    hidden, weight = problem(12, 8, 40)
+    labels = torch.arange(12) % 40
+    flat = fused_linear_topk(hidden, weight, top_k=3, labels=labels, strip_tokens=5)
+    folded = fused_linear_topk(hidden.view(6, 2, 8), weight, top_k=3, labels=labels.view(6, 2), strip_tokens=5)
+    assert all(torch.equal(one, other) for one, other in zip(flat, folded, strict=True))
+
+
+def test_memory_at_full_scale():
+    """32K tokens of GPT-OSS's head on one rank: at most 1.5 GiB beyond weight and hidden, counted on meta tensors."""
+    hidden = torch.empty(1 << 15, 2880, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(201_088, 2880, dtype=torch.bfloat16, device="meta")
+    with LiveBytes(hidden, weight) as counter, patch.object(fused_topk, "_some", lambda flags: False):
+        fused_linear_topk(hidden, weight, top_k=100, temperatures=(2.0,))
+    beyond = (counter.peak - hidden.nbytes - weight.nbytes) / (1 << 30)
+    print(f"32K, top 100: {beyond:.3f} GiB beyond weight and hidden")
+    assert beyond <= 1.5
