@@ -9,11 +9,13 @@ import argparse
 import difflib
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import megatron_kd
+from megatron_kd import bench_commands as bench
 from megatron_kd.bridge import commands as train
 from megatron_kd.cache import commands as cache
 from megatron_kd.demo import commands as demo
@@ -57,7 +59,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-kd {megatron_kd.__version__}")
     subparsers = parser.add_subparsers(metavar="command", required=True)
-    for commands in (demo, cache, train):
+    for commands in (demo, cache, train, bench):
         commands.add_parser(subparsers)
     return parser
 
@@ -66,8 +68,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        0; 2 where the user asked for what cannot be done; 130 after Ctrl-C.
+        0; 2 where the user asked for what cannot be done; 130 after Ctrl-C; 141 if nobody read the output to its end.
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough; the rest goes nowhere, at exit too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     if rest and not getattr(args, "takes_overrides", False):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-kd cache build | info | verify`: arguments, and what is printed.
+"""`megatron-kd cache build | info | verify | repair`: arguments, and what is printed.
 
 In: the command line. Out: text and an exit status. Torch and transformers are imported only when a teacher has to run.
 """
@@ -13,10 +13,11 @@ from typing import Any
 
 from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits, UnitSource
 from megatron_kd.cache.errors import CacheError, printable
-from megatron_kd.cache.manifest import expect
+from megatron_kd.cache.manifest import Manifest, differences, expect, load_manifest
 from megatron_kd.cache.reader import check_seal, load_cache
+from megatron_kd.cache.repair import quarantine, repair
 from megatron_kd.cache.verify import LEVELS, verify
-from megatron_kd.cache.writer import read_commit
+from megatron_kd.cache.writer import CacheWriter, read_commit
 
 _EXAMPLES = {
     "cache": """\
@@ -24,6 +25,7 @@ examples:
   megatron-kd cache build --teacher openai/gpt-oss-120b --corpus data/train_text_document --out caches/train
   megatron-kd cache info caches/train
   megatron-kd cache verify caches/train --level checksums
+  megatron-kd cache repair caches/train --corpus data/train_text_document --teacher openai/gpt-oss-120b
 """,
     "build": """\
 An interrupted build continues with the same command: only tiles without a commit record are computed.
@@ -43,6 +45,7 @@ examples:
 examples:
   megatron-kd cache info caches/train
   megatron-kd cache info caches/train --json
+  megatron-kd cache info --diff caches/train caches/other
 """,
     "verify": """\
 levels, each with those before it:
@@ -55,8 +58,19 @@ levels, each with those before it:
 examples:
   megatron-kd cache verify caches/train
   megatron-kd cache verify caches/train --level teacher --corpus data/train_text_document --teacher ./gpt-oss-20b
+  megatron-kd cache verify caches/train --quarantine
 
 Exit status: 0 if all is well, 1 if problems were found (each is printed).
+""",
+    "repair": """\
+Verifies the cache first (--level), sets aside what is bad, computes those tiles again and seals. Where only records
+are bad, neither corpus nor teacher is needed.
+
+examples:
+  megatron-kd cache repair caches/train --corpus data/train_text_document --teacher ./gpt-oss-20b --dtype bfloat16
+
+  # after `cache verify --quarantine`: no second look at the tiles that stayed
+  megatron-kd cache repair caches/train --level commits --corpus data/train_text_document --teacher ./gpt-oss-20b
 """,
 }
 
@@ -64,13 +78,15 @@ Exit status: 0 if all is well, 1 if problems were found (each is printed).
 def add_parser(subparsers: Any) -> None:
     """Register the command `cache` with its sub-commands on an argparse sub-parsers object."""
     cache = _parser(subparsers, "cache", "Build, inspect and check a teacher cache.")
-    commands = cache.add_subparsers(metavar="build | info | verify", required=True)
+    commands = cache.add_subparsers(metavar="build | info | verify | repair", required=True)
     _add_build(_parser(commands, "build", "Run the teacher over a corpus and store its top K with the tail mass."))
     info = _parser(commands, "info", "Show what a cache was built from, its size, and how far it is.")
-    info.add_argument("cache", type=Path, help="cache folder")
+    info.add_argument("cache", type=Path, nargs="?", help="cache folder")
+    info.add_argument("--diff", type=Path, nargs=2, metavar=("A", "B"), help="show in which fields two caches differ")
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.set_defaults(run=run_info)
     _add_verify(_parser(commands, "verify", "Check a cache; the level says how deep."))
+    _add_repair(_parser(commands, "repair", "Compute the bad tiles of a cache again, and only those."))
 
 
 def _parser(subparsers: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -148,9 +164,26 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--units", type=_positive, default=8, metavar="N", help="units computed again at level teacher (default 8)"
     )
+    parser.add_argument(
+        "--quarantine", action="store_true", help="move bad tiles to quarantine/, so that nothing reads them"
+    )
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     _add_teacher_options(parser, required=False)
     parser.set_defaults(run=run_verify)
+
+
+def _add_repair(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cache", type=Path, help="cache folder")
+    parser.add_argument(
+        "--level", choices=LEVELS[:4], default="checksums", help="how deep to verify first (default checksums)"
+    )
+    parser.add_argument("--corpus", metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx")
+    parser.add_argument(
+        "--batch-tokens", type=_positive, default=8192, metavar="N", help="tokens of a forward pass (default 8192)"
+    )
+    parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    _add_teacher_options(parser, required=False)
+    parser.set_defaults(run=run_repair)
 
 
 def _positive(text: str) -> int:
@@ -206,13 +239,27 @@ def run_build(args: argparse.Namespace) -> int:
 
 
 def run_info(args: argparse.Namespace) -> int:
-    """`cache info`."""
+    """`cache info`. Returns 1 if the two caches of `--diff` differ."""
+    if args.diff:
+        return _print_diff(*args.diff)
+    if args.cache is None:
+        raise CacheError("name a cache, or two with --diff A B")
     info = describe(args.cache)
     if args.json:
         print(json.dumps(info, indent=1, sort_keys=True))
     else:
         _print_info(info)
     return 0
+
+
+def _print_diff(a: Path, b: Path) -> int:
+    manifests = [dataclasses.asdict(load_cache(path)[0]) for path in (a, b)]
+    wrong = {name: (left, right) for name, left, right in differences(*manifests)}
+    wrong |= {name: (left, right) for name, right, left in differences(*manifests[::-1])}
+    for name, (left, right) in sorted(wrong.items()):
+        print(f"{name}:\n  {printable(repr(left))}  ({a})\n  {printable(repr(right))}  ({b})")
+    print(f"{a} and {b}: {len(wrong)} fields differ" if wrong else f"{a} and {b} have the same identity")
+    return 1 if wrong else 0
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -265,12 +312,30 @@ def run_verify(args: argparse.Namespace) -> int:
         print(f"problem: {problem}")
     verdict = f"{len(report.problems)} problems" if report.problems else "no problem"
     print(f"{args.cache}: {report.tiles:,} tiles, {report.rows:,} rows checked at level {args.level}: {verdict}")
+    if args.quarantine and report.problems:
+        todo = quarantine(report)
+        print(
+            f"{args.cache}: {len(todo)} tiles have to be computed again; `megatron-kd cache repair` does that"
+            if todo
+            else f"{args.cache}: no tile has to be computed again; `megatron-kd cache repair` seals the cache"
+        )
     return 1 if report.problems else 0
+
+
+def run_repair(args: argparse.Namespace) -> int:
+    """`cache repair`."""
+    units = None if args.corpus is None else _units_of(args)
+    compute = _compute(args, units) if units is not None and args.teacher is not None else None
+    report, made = repair(args.cache, level=args.level, units=units, compute=compute, progress=args.progress)
+    for problem in report.problems:
+        print(f"problem: {problem}")
+    print(f"{args.cache}: {len(report.problems)} problems, {len(made)} tiles computed again; the cache is sealed")
+    return 0
 
 
 def _units_of(args: argparse.Namespace) -> UnitSource:
     """The cache's units, from --corpus."""
-    manifest, _ = load_cache(args.cache)
+    manifest = load_manifest(args.cache)
     if args.corpus is None:
         raise CacheError(f"level {args.level} compares with the corpus; give its prefix with --corpus")
     if manifest.units["kind"] != "document":
@@ -287,10 +352,34 @@ def _recompute(args: argparse.Namespace, units: UnitSource) -> Callable[[int], d
     if args.teacher is None:
         raise CacheError("level teacher computes some units again; name the model with --teacher")
     from megatron_kd.teacher.huggingface import unit_rows
+
+    teacher, manifest = _teacher_of(args)
+    return lambda unit: unit_rows(teacher, units, unit, manifest)
+
+
+def _compute(args: argparse.Namespace, units: UnitSource) -> Callable[[CacheWriter, list[int]], None]:
+    """A function that computes and commits whole tiles with --teacher; the teacher is loaded when it is called."""
+    from tqdm import tqdm
+
+    def compute(writer: CacheWriter, todo: list[int]) -> None:
+        from megatron_kd.teacher.huggingface import teacher_rows
+
+        teacher, manifest = _teacher_of(args)
+        for tile in tqdm(todo, unit="tile", desc="repair", disable=not args.progress):
+            buffer, span = writer.open_tile(tile), range(*writer.tiles[tile : tile + 2, 1].tolist())
+            for row, planes in teacher_rows(teacher, units, span, manifest, batch_tokens=args.batch_tokens):
+                buffer.put(row, **planes)
+            writer.commit(buffer)
+
+    return compute
+
+
+def _teacher_of(args: argparse.Namespace) -> tuple[Any, Manifest]:
+    """The model that --teacher names, if it is the cache's, and the cache's manifest."""
     from megatron_kd.teacher.model import HuggingFaceTeacher
 
-    manifest, _ = load_cache(args.cache)
+    manifest = load_manifest(args.cache)
     teacher = HuggingFaceTeacher.load(args.teacher, **_teacher_options(args))
     same = {name: teacher.identity[name] for name in ("weights", "dtype")}
     expect(manifest, args.cache, {"teacher": same, "vocab_real": teacher.vocab_real})
-    return lambda unit: unit_rows(teacher, units, unit, manifest)
+    return teacher, manifest

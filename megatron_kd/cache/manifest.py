@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_kd.cache.corpus import UnitSource, cut_tiles, unit_table_digest
 from megatron_kd.cache.errors import BadSetting, CorruptFile, FutureVersion, IdentityMismatch, NotACache
-from megatron_kd.cache.files import decode_record, digest_bytes, encode_record, parse_json
+from megatron_kd.cache.files import decode_record, digest_bytes, encode_record, parse_json, read_bounded
 from megatron_kd.cache.layout import FORMAT_VERSION, VALUE_DTYPES, RowFormat, id_hi_bits
 
 _FORMAT = "megatron-kd-cache"
@@ -145,6 +145,19 @@ class Manifest:
         count, most = self.tiles["count"], min(self.rows, _MAX_TILES)
         if not 1 <= count <= most:
             raise CorruptFile(f"{name}: tiles.count must lie in [1, {most}], found {_short(count)}")
+
+
+def load_manifest(cache: Path) -> Manifest:
+    """The manifest of the cache in a folder.
+
+    Raises:
+        NotACache, FutureVersion, CorruptFile.
+    """
+    path = cache / "manifest.json"
+    try:
+        return Manifest.from_json(read_bounded(path), str(path))
+    except FileNotFoundError as error:
+        raise NotACache(f"{cache} is not a teacher cache: there is no {path}") from error
 
 
 def make_manifest(

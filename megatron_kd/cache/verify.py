@@ -47,6 +47,10 @@ class Report:
     """Rows of these tiles."""
     problems: list[str] = field(default_factory=list)
     """One message each; empty if all is well."""
+    bad_records: set[int] = field(default_factory=set)
+    """Tiles without a valid commit record."""
+    bad_shards: set[int] = field(default_factory=set)
+    """Tiles whose rows are missing, damaged, or not what they should be."""
 
 
 def verify(
@@ -91,11 +95,21 @@ def verify(
         ):
             sound.append(tile)
             report.rows += int(tiles[tile + 1, 0] - tiles[tile, 0])
+        else:
+            report.bad_shards.add(tile)
     report.tiles = len(committed)
     if depth >= 4:
         for unit in _spread(units, tiles, sound, sample_units):
-            _attempt(report, lambda unit=unit: _check_unit(report.path, manifest, tiles, unit, units, recompute))
+            if not _attempt(
+                report, lambda unit=unit: _check_unit(report.path, manifest, tiles, unit, units, recompute)
+            ):
+                report.bad_shards.add(tile_of_unit(tiles, unit))
     return report
+
+
+def tile_of_unit(tiles: np.ndarray, unit: int) -> int:
+    """The tile that holds a unit."""
+    return int(np.searchsorted(tiles[:, 1], unit, side="right")) - 1
 
 
 def _depth(level: str, units: Any, recompute: Any) -> int:
@@ -131,12 +145,10 @@ def _check_commits(report: Report, manifest: Manifest) -> list[int]:
         try:
             shards.append(read_commit(report.path, tile, digest)["digest"])
             committed.append(tile)
-        except FileNotFoundError:
-            report.problems.append(
-                f"tile {tile} is not committed: {layout.shard_name(tile)}.json is missing in commits/"
-            )
         except (CacheError, OSError) as error:
-            report.problems.append(str(error))
+            missing = f"tile {tile} is not committed: {layout.shard_name(tile)}.json is missing in commits/"
+            report.problems.append(missing if isinstance(error, FileNotFoundError) else str(error))
+            report.bad_records.add(tile)
     seals: list[dict[str, Any]] = []
     sealed = _attempt(report, lambda: seals.append(check_seal(report.path, manifest)))
     if sealed and len(committed) == manifest.tiles["count"]:
@@ -212,7 +224,7 @@ def _check_unit(
     units: UnitSource,
     recompute: Callable[[int], dict[str, np.ndarray]],
 ) -> None:
-    tile = int(np.searchsorted(tiles[:, 1], unit, side="right")) - 1
+    tile = tile_of_unit(tiles, unit)
     row = int(units.lengths[int(tiles[tile, 1]) : unit].sum())
     with open_shard(path, manifest, tiles, tile) as shard:
         planes = shard.read(row, int(units.lengths[unit]), check=True)

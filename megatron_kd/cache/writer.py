@@ -323,6 +323,17 @@ class CacheWriter:
             return
         logger.warning("moved %s to %s: %s", path, target, reason)
 
+    def set_aside(self, tile: int, *, shard: bool) -> None:
+        """Move a tile's commit record to `quarantine/`, and its shard too if that is the bad part.
+
+        The record goes first: a tile without one is read by nobody, and its shard is checked whole before it counts
+        again.
+        """
+        with self._writing(f"cannot set tile {tile} aside"):
+            for path in (self.commit_path(tile), *([self.shard_path(tile)] if shard else [])):
+                with contextlib.suppress(FileNotFoundError):
+                    self._quarantine(path, "verification failed", path.lstat().st_ino)
+
     def seal(self) -> None:
         """Declare the cache complete, after checking that every tile is. Sealing twice is fine.
 

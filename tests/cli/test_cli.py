@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line as a user meets it: help, mistakes, and `train --dry-run` and `--print-config` on CPU ranks."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import yaml
 
 from megatron_kd import __version__
 from megatron_kd.cli import main
+from tests.cache.conftest import build, random_documents, write_corpus
 
 ROOT = Path(__file__).parent.parent.parent
 GPT_OSS = str(ROOT / "recipes" / "gpt_oss_20b_kd_8gpu_h200.yaml")
@@ -24,7 +26,7 @@ def call(*argv: object) -> int:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["cache"], ["cache", "build"], ["cache", "info"], ["demo"]], ids=str
+    "command", [[], ["train"], ["cache"], ["cache", "build"], ["cache", "info"], ["demo"], ["bench"]], ids=str
 )
 def test_help_is_read_without_torch(command: list[str]):
     code = f"""
@@ -41,6 +43,26 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: megatron-kd " + " ".join(command))
     assert max(map(len, done.stdout.splitlines())) <= 119
+
+
+@pytest.mark.parametrize("command", [["cache", "info", "CACHE", "--json"], ["cache", "build", "--help"]], ids=str)
+def test_output_that_nobody_reads_to_its_end_is_no_error(tmp_path, command):
+    """As in `megatron-kd cache info DIR | head -1`."""
+    build(tmp_path / "cache", write_corpus(tmp_path / "corpus", random_documents(1, count=5)), top_k=3)
+    words = [str(tmp_path / "cache") if word == "CACHE" else word for word in command]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_kd.cli", *words],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            timeout=60,
+        )
+    finally:
+        os.close(write)
+    assert done.stderr == b"" and done.returncode in (0, 141)  # argparse itself ignores a closed pipe
 
 
 def test_version(capsys):
