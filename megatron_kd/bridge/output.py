@@ -74,10 +74,7 @@ class DivergenceOutput:
         Returns:
             0-dim float32: the loss summed over this rank's weighted tokens.
         """
-        refuse_head(output_layer, config)
-        run_forward_pre_hooks(output_layer)
-        weight = output_layer.weight if output_weight is None else output_weight
-        group = output_layer.tp_group
+        weight, shard = head_of(output_layer, output_weight, config, self.vocab_size)
         batch = self.teacher.to(hidden_states.device)
         self.sums = LOSSES[self.kd.loss](
             hidden_states,
@@ -89,7 +86,7 @@ class DivergenceOutput:
             kd_weight=self.kd.kd_weight,
             ce_weight=self.kd.ce_weight,
             temperature=self.kd.temperature,
-            shard=VocabShard(group.rank() * weight.shape[0], weight.shape[0], self.vocab_size, group),
+            shard=shard,
             sequence_parallel=config.sequence_parallel,
             gradient=self.kd.gradient,
             strip_tokens=self.kd.strip_tokens,
@@ -97,6 +94,21 @@ class DivergenceOutput:
             keep=self.teacher.token_weight != 0,  # on the host, and the same on all tensor-parallel ranks
         )
         return self.sums.total
+
+
+def head_of(
+    output_layer: MegatronModule, output_weight: torch.Tensor | None, config: Any, vocab_size: int
+) -> tuple[torch.Tensor, VocabShard]:
+    """This rank's rows of the head's weight, ready to be multiplied with, and which columns they are.
+
+    Raises:
+        UnsupportedHead: See refuse_head.
+    """
+    refuse_head(output_layer, config)
+    run_forward_pre_hooks(output_layer)
+    weight = output_layer.weight if output_weight is None else output_weight
+    group = output_layer.tp_group
+    return weight, VocabShard(group.rank() * weight.shape[0], weight.shape[0], vocab_size, group)
 
 
 def run_forward_pre_hooks(module: torch.nn.Module) -> None:

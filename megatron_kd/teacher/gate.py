@@ -9,19 +9,18 @@ weights, the wrong tokenizer.
 import math
 
 import numpy as np
-import torch
 
 from megatron_kd.cache.corpus import UnitSource
 from megatron_kd.cache.errors import IdentityMismatch
 from megatron_kd.cache.manifest import differences
 from megatron_kd.teacher.errors import ImplausibleTeacher
-from megatron_kd.teacher.model import HuggingFaceTeacher
+from megatron_kd.teacher.protocol import Teacher
 
 _UNITS, _TOKENS = 16, 512
 _LARGEST_SHARE = 0.9
 
 
-def check_teacher(teacher: HuggingFaceTeacher, units: UnitSource, *, accept_loss: bool = False) -> float:
+def check_teacher(teacher: Teacher, units: UnitSource, *, accept_loss: bool = False) -> float:
     """Refuse a teacher that cannot be the corpus's.
 
     Args:
@@ -62,15 +61,15 @@ def check_teacher(teacher: HuggingFaceTeacher, units: UnitSource, *, accept_loss
     return loss
 
 
-def _check_weights(teacher: HuggingFaceTeacher) -> None:
-    for name, parameter in teacher.model.named_parameters():
+def _check_weights(teacher: Teacher) -> None:
+    for name, parameter in teacher.named_parameters():
         if parameter.ndim > 1 and "bias" not in name and not parameter.any():
             raise ImplausibleTeacher(
                 f"{teacher.name}: all of {name} is zero: the checkpoint is damaged or was converted wrongly"
             )
 
 
-def _sample_loss(teacher: HuggingFaceTeacher, units: UnitSource) -> tuple[float, set[int], int]:
+def _sample_loss(teacher: Teacher, units: UnitSource) -> tuple[float, set[int], int]:
     """Mean loss over units spread over the corpus, the ids predicted as most likely, the number of predictions."""
     useful = np.flatnonzero(units.lengths > 1)
     chosen = useful[np.linspace(0, len(useful) - 1, min(_UNITS, len(useful))).astype(int)] if len(useful) else useful
@@ -83,9 +82,8 @@ def _sample_loss(teacher: HuggingFaceTeacher, units: UnitSource) -> tuple[float,
                 f"{units.kind} {unit} has token id {tokens.max()}, {teacher.name} knows ids below "
                 f"{teacher.vocab_real}: the corpus was made with another tokenizer"
             )
-        labels = torch.from_numpy(tokens[1:]).to(teacher.device)
-        rows = teacher.select(teacher.hidden([tokens[:-1]])[0], top_k=1, labels=labels)
+        rows = teacher.rows([tokens[:-1]], top_k=1, labels=[tokens[1:]])
         total -= float(rows.label_logprobs.double().sum())
-        count += len(labels)
+        count += len(tokens) - 1
         top_ids.update(rows.ids[:, 0].tolist())
     return (total / count if count else math.nan), top_ids, count

@@ -7,12 +7,11 @@ logits and one tile. Interrupted at any moment and started again, it does only t
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from megatron_kd.cache.corpus import FirstUnits, UnitSource
@@ -23,6 +22,7 @@ from megatron_kd.loss import TeacherRows
 from megatron_kd.teacher.errors import TeacherError
 from megatron_kd.teacher.gate import check_teacher
 from megatron_kd.teacher.model import HuggingFaceTeacher
+from megatron_kd.teacher.protocol import Teacher
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 def build_cache(
-    teacher: str | Path | HuggingFaceTeacher,
+    teacher: str | Path | Teacher,
     units: UnitSource,
     out: str | Path,
     *,
@@ -99,7 +99,7 @@ def build_cache(
         raise BadSetting(f"writer must be (i, n) with 0 <= i < n, found {writer}")
     if limit is not None:
         units = FirstUnits(units, limit)
-    if not isinstance(teacher, HuggingFaceTeacher):
+    if isinstance(teacher, str | Path):
         teacher = HuggingFaceTeacher.load(
             teacher,
             gguf_file=gguf_file,
@@ -128,46 +128,102 @@ def build_cache(
         tile_tokens=tile_tokens,
         context=context,
     )
-    cache = CacheWriter(out, manifest, tiles)
+    replica, replicas = teacher.replica
+    share = (writer[0] * replicas + replica, writer[1] * replicas)
+    cache = CacheWriter(out, manifest, tiles) if teacher.writes else None
+    todo = teacher.agree(None if cache is None else cache.todo())
     _write_tiles(
-        cache, teacher, units, writer, batch_tokens=batch_tokens, strip_tokens=strip_tokens, progress=progress
+        cache,
+        teacher,
+        units,
+        manifest,
+        _Tiles(tiles, todo, share),
+        batch_tokens=batch_tokens,
+        strip_tokens=strip_tokens,
+        progress=progress,
     )
-    return cache.path
+    return Path(out)
+
+
+class _Tiles(NamedTuple):
+    """Which tiles there are, are missing, and are this process's share (i, n) of the missing ones."""
+
+    table: np.ndarray
+    todo: list[int]
+    share: tuple[int, int]
+
+    @property
+    def own(self) -> list[int]:
+        """Missing tiles of this share."""
+        return [tile for tile in self.todo if tile % self.share[1] == self.share[0]]
+
+    def span(self, tile: int) -> range:
+        """The tile's units."""
+        return range(int(self.table[tile, 1]), int(self.table[tile + 1, 1]))
+
+    def rows(self, tiles: slice | list[int]) -> int:
+        """How many rows some tiles have together."""
+        return int(np.diff(self.table[:, 0])[tiles].sum())
 
 
 def _write_tiles(
-    cache: CacheWriter,
-    teacher: HuggingFaceTeacher,
+    cache: CacheWriter | None,
+    teacher: Teacher,
     units: UnitSource,
-    share: tuple[int, int],
+    manifest: Manifest,
+    tiles: _Tiles,
     *,
     batch_tokens: int,
     strip_tokens: int | None,
     progress: bool,
 ) -> None:
-    index, count = share
-    sizes = np.diff(cache.tiles[:, 0])
-    todo = [tile for tile in cache.todo() if tile % count == index]
-    mine = int(sizes[index::count].sum())
-    done = mine - int(sizes[todo].sum())
-    with tqdm(total=mine, initial=done, unit="tok", unit_scale=True, desc="cache", disable=not progress) as bar:
-        for tile in todo:
-            if cache.is_committed(tile):
-                bar.update(int(sizes[tile]))
+    """Fill and commit this share's tiles. Without a cache this process computes only."""
+    index, count = tiles.share
+    total = tiles.rows(slice(index, None, count))
+    bar = tqdm(
+        total=total,
+        initial=total - tiles.rows(tiles.own),
+        unit="tok",
+        unit_scale=True,
+        desc="cache",
+        disable=not progress or cache is None,
+    )
+    done = cache.is_committed if cache is not None and teacher.alone else lambda tile: False
+    jobs = _jobs(units, tiles, manifest, batch_tokens, done)
+    buffer = None
+    with bar:
+        while teacher.anyone((job := next(jobs, None)) is not None):
+            tile, batch, last = job or (None, [], False)
+            rows = _batch_rows(teacher, units, batch, manifest, strip_tokens)
+            if cache is None or tile is None:
                 continue
-            buffer = cache.open_tile(tile)
-            span = range(int(cache.tiles[tile, 1]), int(cache.tiles[tile + 1, 1]))
-            for row, planes in teacher_rows(
-                teacher, units, span, cache.manifest, batch_tokens=batch_tokens, strip_tokens=strip_tokens
-            ):
+            buffer = buffer or cache.open_tile(tile)
+            for row, planes in rows:
                 buffer.put(row, **planes)
                 bar.update(len(planes["tokens"]))
-            cache.commit(buffer)
+            if last:
+                cache.commit(buffer)
+                buffer = None
+    if cache is None:
+        return
     left = [tile for tile in cache.todo() if tile % count != index]
     if left:
         logger.info("%d tiles are left to other writers; the last one seals the cache", len(left))
     else:
         cache.seal()
+
+
+def _jobs(
+    units: UnitSource, tiles: _Tiles, manifest: Manifest, batch_tokens: int, done: Callable[[int], bool]
+) -> Iterator[tuple[int, list[Piece], bool]]:
+    """(tile, forward pass, whether it is the tile's last) of all tiles of this share."""
+    for tile in tiles.own:
+        if done(tile):  # another writer's, meanwhile
+            continue
+        *first, last = batches(cut_pieces(units.lengths, tiles.span(tile), manifest.context), batch_tokens) or [[]]
+        for batch in first:
+            yield tile, batch, False
+        yield tile, last, True
 
 
 def context_policy(units: UnitSource, longest: int | None, window: int | None, stride: int | None) -> dict[str, Any]:
@@ -212,20 +268,36 @@ def cut_pieces(lengths: np.ndarray, span: range, context: dict[str, Any]) -> lis
     return pieces
 
 
-def batches(pieces: list[Piece], batch_tokens: int) -> Iterator[list[Piece]]:
+def batches(pieces: list[Piece], batch_tokens: int) -> list[list[Piece]]:
     """Group pieces of similar length; a padded batch has at most `batch_tokens` tokens unless it is a single piece."""
-    batch: list[Piece] = []
+    grouped: list[list[Piece]] = []
     for piece in sorted(pieces, key=lambda piece: (-piece.length, piece.row)):
-        if batch and (len(batch) + 1) * batch[0].length > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(piece)
-    if batch:
-        yield batch
+        if not grouped or (len(grouped[-1]) + 1) * grouped[-1][0].length > batch_tokens:
+            grouped.append([])
+        grouped[-1].append(piece)
+    return grouped
+
+
+def _batch_rows(
+    teacher: Teacher, units: UnitSource, batch: list[Piece], manifest: Manifest, strip_tokens: int | None = None
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Rows of one forward pass: (row counted from the first unit, arguments of `TileBuffer.put`).
+
+    A replica without work takes part with a token of its own, as experts may lie on other replicas.
+    """
+    tokens = [_piece_tokens(teacher, units, piece) for piece in batch]
+    rows = teacher.rows(
+        tokens or [np.zeros(1, np.int64)],
+        skip=[piece.skip for piece in batch] or None,
+        top_k=manifest.top_k,
+        temperatures=manifest.temperatures,
+        strip_tokens=strip_tokens,
+    )
+    return _split(rows, batch, tokens, manifest)
 
 
 def teacher_rows(
-    teacher: HuggingFaceTeacher,
+    teacher: Teacher,
     units: UnitSource,
     span: range,
     manifest: Manifest,
@@ -235,23 +307,16 @@ def teacher_rows(
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     """Rows of the units in `span`, in any order: (row counted from the first unit, arguments of `TileBuffer.put`)."""
     for batch in batches(cut_pieces(units.lengths, span, manifest.context), batch_tokens):
-        tokens = [_piece_tokens(teacher, units, piece) for piece in batch]
-        hidden = teacher.hidden(tokens)
-        wanted = torch.cat([hidden[i, piece.skip : piece.length] for i, piece in enumerate(batch)])
-        del hidden
-        rows = teacher.select(
-            wanted, top_k=manifest.top_k, temperatures=manifest.temperatures, strip_tokens=strip_tokens
-        )
-        yield from _split(rows, batch, tokens, manifest)
+        yield from _batch_rows(teacher, units, batch, manifest, strip_tokens)
 
 
-def unit_rows(teacher: HuggingFaceTeacher, units: UnitSource, unit: int, manifest: Manifest) -> dict[str, np.ndarray]:
+def unit_rows(teacher: Teacher, units: UnitSource, unit: int, manifest: Manifest) -> dict[str, np.ndarray]:
     """All rows of one unit, as the arguments of `TileBuffer.put`."""
     parts = sorted(teacher_rows(teacher, units, range(unit, unit + 1), manifest), key=lambda part: part[0])
     return {name: np.concatenate([planes[name] for _, planes in parts]) for name in parts[0][1]}
 
 
-def _piece_tokens(teacher: HuggingFaceTeacher, units: UnitSource, piece: Piece) -> np.ndarray:
+def _piece_tokens(teacher: Teacher, units: UnitSource, piece: Piece) -> np.ndarray:
     tokens = units.tokens(piece.unit)[piece.start : piece.stop].astype(np.int64)
     if len(tokens) != piece.length:
         raise IdentityMismatch(

@@ -7,7 +7,7 @@ In: a model folder, hub name or GGUF file. Out: hidden states of batches of toke
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_kd.cache.files import digest_bytes, digest_file
 from megatron_kd.cache.manifest import tokenizer_identity
 from megatron_kd.loss import TeacherRows, VocabShard, fused_linear_topk
 from megatron_kd.loss.matmul import logits_into
-from megatron_kd.teacher.errors import ImplausibleTeacher, TeacherError
+from megatron_kd.teacher.errors import TeacherError, implausible_if_not_finite
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +27,9 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class HuggingFaceTeacher:
-    """A causal language model that can be asked for teacher rows. Use `load`.
+    """A `Teacher` on one process. Use `load`."""
 
-    Attributes:
-        vocab_real: ids that can occur: the tokenizer's largest id plus one.
-        vocab_padded: rows of the output projection.
-        max_context: tokens the model can attend to, None if the config does not say.
-        identity: `repo`, `revision`, `weights`, `dtype`, `engine`, `version`.
-        tokenizer: see `megatron_kd.cache.tokenizer_identity`; None if there is none.
-    """
+    writes, replica, alone = True, (0, 1), True
 
     def __init__(self, model: Any, *, vocab_real: int, tokenizer: dict[str, Any] | None, identity: dict[str, Any]):
         self.model, self.vocab_real, self.tokenizer, self.identity = model.eval(), vocab_real, tokenizer, identity
@@ -99,7 +93,7 @@ class HuggingFaceTeacher:
             )
         if tokenizer is None and vocab_size is None:
             tokenizer = source
-        known = _tokenizer_identity(tokenizer, options if tokenizer is source else {})
+        known = load_tokenizer_identity(tokenizer, options if tokenizer is source else {})
         real = vocab_size if vocab_size is not None else known["vocab_size"]
         folder, found = _files(source, gguf_file, revision)
         identity = {
@@ -132,19 +126,26 @@ class HuggingFaceTeacher:
         tokens, mask = torch.from_numpy(tokens).to(self.device), torch.from_numpy(mask).to(self.device)
         return self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
 
-    def select(
+    def rows(
         self,
-        hidden: torch.Tensor,
+        sequences: Sequence[np.ndarray],
         *,
         top_k: int,
+        skip: Sequence[int] | None = None,
         temperatures: Sequence[float] = (),
         strip_tokens: int | None = None,
-        labels: torch.Tensor | None = None,
+        labels: Sequence[np.ndarray] | None = None,
     ) -> TeacherRows:
-        """Teacher rows of hidden states [N, H]; see `fused_linear_topk`."""
-        try:
+        """See `Teacher.rows`."""
+        hidden = self.hidden(sequences)
+        skip = skip or [0] * len(sequences)
+        wanted = torch.cat([hidden[i, skip[i] : len(sequence)] for i, sequence in enumerate(sequences)])
+        del hidden
+        if labels is not None:
+            labels = torch.from_numpy(np.concatenate(labels).astype(np.int64)).to(self.device)
+        with implausible_if_not_finite(self.name, self.identity["dtype"]):
             return fused_linear_topk(
-                hidden,
+                wanted,
                 self._weight,
                 shard=VocabShard(0, self.vocab_padded, self.vocab_real),
                 top_k=top_k,
@@ -154,8 +155,18 @@ class HuggingFaceTeacher:
                 transform=self._transform,
                 labels=labels,
             )
-        except FloatingPointError as error:
-            raise ImplausibleTeacher(f"{self.name} in {self.identity['dtype']}: {error}. Try float32") from error
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Teacher`."""
+        return self.model.named_parameters()
+
+    def agree(self, value: Any) -> Any:
+        """See `Teacher`."""
+        return value
+
+    def anyone(self, flag: bool) -> bool:
+        """See `Teacher`."""
+        return flag
 
     @torch.no_grad()
     def _check_projection(self) -> None:
@@ -181,16 +192,14 @@ class HuggingFaceTeacher:
             )
 
 
-def weights_digest(folder: Path, gguf_file: str | None = None) -> str:
-    """Digest of the weight files' content, in the order of their names."""
-    if gguf_file:
-        files = [folder / gguf_file]
-    else:
-        files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+def weights_digest(
+    folder: Path, gguf_file: str | None = None, patterns: Sequence[str] = ("*.safetensors", "pytorch_model*.bin")
+) -> str:
+    """Digest of the weight files' content, in the order of their names: those of the first pattern that finds any."""
+    found = (sorted(folder.glob(pattern)) for pattern in ([gguf_file] if gguf_file else patterns))
+    files = next((files for files in found if files), [])
     if not files:
-        raise TeacherError(
-            f"{folder} holds no *.safetensors or pytorch_model*.bin: the teacher's weights cannot be identified"
-        )
+        raise TeacherError(f"{folder} holds no {' or '.join(patterns)}: the teacher's weights cannot be identified")
     return digest_bytes("".join(digest_file(file) for file in files).encode())
 
 
@@ -216,7 +225,8 @@ def _files(source: str, gguf_file: str | None, revision: str | None) -> tuple[Pa
     return folder, folder.name
 
 
-def _tokenizer_identity(tokenizer: Any, options: dict[str, str]) -> dict[str, Any] | None:
+def load_tokenizer_identity(tokenizer: Any, options: dict[str, str] | None = None) -> dict[str, Any] | None:
+    """Identity of a tokenizer: an object, or a folder or name to load with `options`; None for None."""
     if tokenizer is None:
         return None
     if not isinstance(tokenizer, str | Path):
@@ -224,7 +234,7 @@ def _tokenizer_identity(tokenizer: Any, options: dict[str, str]) -> dict[str, An
     import transformers
 
     try:
-        return tokenizer_identity(transformers.AutoTokenizer.from_pretrained(str(tokenizer), **options))
+        return tokenizer_identity(transformers.AutoTokenizer.from_pretrained(str(tokenizer), **(options or {})))
     except (OSError, ValueError) as error:
         raise TeacherError(
             f"no tokenizer can be loaded from {tokenizer} ({str(error).splitlines()[0]}). Name the one the corpus was "

@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Megatron model as the teacher: any model that Bridge imports, at any parallel layout.
+
+In: token sequences, the same on all ranks of a replica. Out: teacher rows, the same on all of them. The model runs
+forward through Megatron's own pipeline schedule; instead of the output layer the last stage runs `fused_linear_topk`
+on its vocabulary shard, so no rank ever holds the grid [tokens, vocabulary]. Costs the weights of a rank, one forward
+pass, and 12 * K bytes a token that travel from the last stage to the others.
+
+Sequences are padded on the right: under causal attention no position sees what comes after it.
+
+Legend: S padded length, B sequences of a micro-batch, H hidden size, K entries, V columns of this rank.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import megatron.bridge
+import megatron.core
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.checkpointing import _load_model_weights_from_checkpoint
+from megatron.core import parallel_state as groups
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_kd.bridge.output import head_of
+from megatron_kd.bridge.step import cp_positions
+from megatron_kd.errors import ConfigError
+from megatron_kd.loss import TeacherRows, VocabShard, fused_linear_topk
+from megatron_kd.loss.matmul import logits_into
+from megatron_kd.teacher.errors import TeacherError, implausible_if_not_finite
+from megatron_kd.teacher.model import load_tokenizer_identity, weights_digest
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TOKENS = 32
+_DTYPES = ("float32", "bfloat16")
+
+
+class MegatronTeacher:
+    """A `Teacher` whose ranks hold parts of the model. Use `load`, on all ranks."""
+
+    alone = False
+
+    def __init__(
+        self,
+        model: list[MegatronModule],
+        *,
+        vocab_real: int,
+        vocab_padded: int,
+        max_context: int | None,
+        tokenizer: dict[str, Any] | None,
+        identity: dict[str, Any],
+    ):
+        self.model = [chunk.eval() for chunk in model]
+        self.vocab_real, self.vocab_padded, self.max_context = vocab_real, vocab_padded, max_context
+        self.tokenizer, self.identity = tokenizer, identity
+        self.name = f"{identity['repo']} (Megatron-Bridge)"
+        self._config = model[0].config
+        self.replica = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
+        self.writes = (
+            groups.get_tensor_model_parallel_rank() == 0
+            and groups.get_context_parallel_rank() == 0
+            and groups.is_pipeline_first_stage()
+        )
+        self._run([np.arange(_PROBE_TOKENS) * 7919 % vocab_real], _Probe(self.name, vocab_real))
+
+    @classmethod
+    def load(
+        cls,
+        teacher: str | Path,
+        *,
+        checkpoint: str | Path | None = None,
+        dtype: str = "bfloat16",
+        settings: dict[str, Any] | None = None,
+        tokenizer: Any = None,
+        vocab_size: int | None = None,
+        prepare: Callable[[Any], Any] | None = None,
+    ) -> "MegatronTeacher":
+        """Build the model on all ranks and load its weights.
+
+        Args:
+            teacher: Hugging Face folder or hub name: architecture, tokenizer, weights.
+            checkpoint: Megatron checkpoint with the weights, instead of the folder's.
+            dtype: of weights and forward pass, `float32` or `bfloat16`.
+            settings: of the model provider, such as parallel sizes.
+            tokenizer: folder, name, or tokenizer object; default the teacher's own.
+            vocab_size: real vocabulary; only needed when there is no tokenizer.
+            prepare: called with the provider before it is finalised.
+
+        Raises:
+            ConfigError: a setting that the provider does not have.
+            TeacherError: missing files, a vocabulary that does not fit.
+        """
+        if dtype not in _DTYPES:
+            raise TeacherError(f"dtype {dtype!r} is not one that Megatron teachers have; use {' or '.join(_DTYPES)}")
+        bridge = AutoBridge.from_hf_pretrained(str(teacher))
+        provider = bridge.to_megatron_provider(load_weights=checkpoint is None)
+        _set(provider, {**(settings or {}), **_precision(dtype)})
+        if provider.virtual_pipeline_model_parallel_size:
+            # In a batch, messages to the stages before and after are told apart by rank alone, which is wrong at PP=2.
+            provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
+        if prepare is not None:
+            prepare(provider)
+        provider.finalize()
+        if not dist.is_initialized():
+            on_gpu = torch.cuda.is_available() and prepare is None
+            dist.init_process_group("nccl" if on_gpu else "gloo")
+        provider.initialize_model_parallel(seed=0)
+        model = provider.provide_distributed_model(wrap_with_ddp=False)
+        if checkpoint is not None:
+            _load_model_weights_from_checkpoint(str(checkpoint), model)
+        known = load_tokenizer_identity(str(teacher) if tokenizer is None and vocab_size is None else tokenizer)
+        real = vocab_size if vocab_size is not None else known["vocab_size"]
+        if real > provider.vocab_size:
+            raise TeacherError(
+                f"the tokenizer has ids up to {real - 1}, {teacher} has a vocabulary of {provider.vocab_size}; they "
+                "do not belong together"
+            )
+        config = bridge.hf_pretrained.config.get_text_config()
+        identity = {
+            "repo": Path(str(teacher)).name if Path(str(teacher)).is_dir() else str(teacher),
+            "revision": None,
+            "weights": _first_rank(lambda: _digest(teacher, checkpoint)),
+            "dtype": dtype,
+            "engine": "megatron-bridge",
+            "version": f"{megatron.bridge.__version__}, megatron-core {megatron.core.__version__}, "
+            f"torch {torch.__version__}",
+        }
+        return cls(
+            model,
+            vocab_real=real,
+            vocab_padded=provider.vocab_size,
+            max_context=getattr(config, "max_position_embeddings", None),
+            tokenizer=known,
+            identity=identity,
+        )
+
+    def rows(
+        self,
+        sequences: Sequence[np.ndarray],
+        *,
+        top_k: int,
+        skip: Sequence[int] | None = None,
+        temperatures: Sequence[float] = (),
+        strip_tokens: int | None = None,
+        labels: Sequence[np.ndarray] | None = None,
+    ) -> TeacherRows:
+        """See `Teacher.rows`."""
+        skip = skip or [0] * len(sequences)
+        select = _Selector(
+            self.vocab_real, {"top_k": top_k, "temperatures": tuple(temperatures), "strip_tokens": strip_tokens}
+        )
+        if labels is not None:
+            labels = [np.r_[np.full(s, -1), own] for s, own in zip(skip, labels, strict=True)]
+        with implausible_if_not_finite(self.name, self.identity["dtype"]):
+            found = self._run(sequences, select, labels)
+        micro_batches = [self._of_all_ranks(rows, select, labels is not None) for rows in found]
+        per_batch = micro_batches[0].log_tail.shape[1]
+
+        def wanted(field: int) -> torch.Tensor | None:
+            if micro_batches[0][field] is None:
+                return None
+            return torch.cat(
+                [
+                    micro_batches[i // per_batch][field][skip[i] : len(sequence), i % per_batch]
+                    for i, sequence in enumerate(sequences)
+                ]
+            )
+
+        return TeacherRows(*map(wanted, range(len(TeacherRows._fields))))
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Teacher`."""
+        return chain.from_iterable(chunk.named_parameters() for chunk in self.model)
+
+    def agree(self, value: Any) -> Any:
+        """See `Teacher`."""
+        return _first_rank(lambda: value)
+
+    def anyone(self, flag: bool) -> bool:
+        """See `Teacher`."""
+        flags = torch.tensor(int(flag), device=self._device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model[0].parameters()).device
+
+    @torch.no_grad()
+    def _run(
+        self, sequences: Sequence[np.ndarray], processor: "_Selector | _Probe", labels: Sequence | None = None
+    ) -> list[TeacherRows | None]:
+        """One pass of the pipeline: what the processor returns for each micro-batch; None but on the last stage.
+
+        Each stage has a micro-batch to work on, if there are as many sequences.
+        """
+        config, cp = self._config, groups.get_context_parallel_world_size()
+        count = config.pipeline_model_parallel_size
+        batch = -(-len(sequences) // count)
+        multiple = math.lcm(2 * cp if cp > 1 else 1, config.tensor_model_parallel_size)
+        multiple *= config.tensor_model_parallel_size if cp > 1 else 1
+        length = -(-max(map(len, sequences)) // multiple) * multiple
+        positions = torch.from_numpy(cp_positions(length, group=groups.get_context_parallel_group()))
+
+        def padded(parts: Sequence[np.ndarray], filler: int) -> torch.Tensor:
+            whole = np.full((count * batch, length), filler, np.int64)
+            for row, part in enumerate(parts):
+                whole[row, : len(part)] = part
+            return torch.from_numpy(whole)[:, positions].to(self._device).unflatten(0, (count, batch))
+
+        tokens = padded(sequences, 0)
+        own_labels = [None] * count if labels is None else padded(labels, -1)
+        where = positions.to(self._device).expand(batch, -1)
+        found: list[TeacherRows | None] = [None] * count
+
+        def step(micro_batches: Iterator[int], model: MegatronModule) -> tuple[torch.Tensor, Callable]:
+            number = next(micro_batches)
+
+            def process(**given: Any) -> torch.Tensor:
+                found[number] = processor(own_labels[number], **given)
+                return tokens.new_zeros((), dtype=torch.float32)
+
+            output = model(tokens[number], where, None, output_processor=process)
+            return output, lambda output, non_loss_data: None
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(range(count)) for _ in self.model],
+            model=self.model,
+            num_microbatches=count,
+            seq_length=length,
+            micro_batch_size=batch,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        return found
+
+    def _of_all_ranks(self, rows: TeacherRows | None, select: "_Selector", with_labels: bool) -> TeacherRows:
+        """One micro-batch [S, B, ...] from the last stage and all context-parallel ranks, on every rank."""
+        if rows is not None:
+            rows = self._whole_sequence(rows)
+        last, group = groups.get_pipeline_model_parallel_last_rank(), groups.get_pipeline_model_parallel_group()
+        if dist.get_world_size(group) == 1:
+            return rows
+        shape = [None if rows is None else list(rows.log_tail.shape)]
+        dist.broadcast_object_list(shape, src=last, group=group)
+        rows = rows or select.empty(shape[0], self._device, with_labels)
+        for part in rows:
+            if part is not None:
+                dist.broadcast(part, src=last, group=group)
+        return rows
+
+    def _whole_sequence(self, rows: TeacherRows) -> TeacherRows:
+        """This context-parallel rank's positions of [S / CP, B, ...] joined with the others'."""
+        group = groups.get_context_parallel_group()
+        ranks = dist.get_world_size(group)
+        if ranks == 1:
+            return rows
+        length = ranks * len(rows.log_tail)
+        own = torch.from_numpy(cp_positions(length, group=group)).to(rows.ids.device)
+
+        def joined(part: torch.Tensor | None) -> torch.Tensor | None:
+            if part is None:
+                return None
+            parts, places = ([torch.empty_like(x) for _ in range(ranks)] for x in (part, own))
+            dist.all_gather(parts, part.contiguous(), group=group)
+            dist.all_gather(places, own, group=group)
+            return torch.cat(parts)[torch.cat(places).argsort()]
+
+        return TeacherRows(*map(joined, rows))
+
+
+class _Selector:
+    """An output processor's work: hidden states to teacher rows."""
+
+    def __init__(self, vocab_real: int, options: dict[str, Any]):
+        self.vocab_real, self.options = vocab_real, options
+
+    def __call__(
+        self,
+        next_ids: torch.Tensor | None,
+        *,
+        hidden_states: torch.Tensor,
+        output_layer: MegatronModule,
+        output_weight: torch.Tensor | None,
+        config: Any,
+        **_: Any,
+    ) -> TeacherRows:
+        """Rows [S / CP, B, ...] of hidden states [S / CP / TP or S / CP, B, H]."""
+        weight, shard = head_of(output_layer, output_weight, config, self.vocab_real)
+        rows = fused_linear_topk(
+            hidden_states,
+            weight,
+            shard=shard,
+            sequence_parallel=config.sequence_parallel,
+            labels=None if next_ids is None else next_ids.T.contiguous(),
+            **self.options,
+        )
+        batch = hidden_states.shape[1]
+        return TeacherRows(*(None if part is None else part.unflatten(0, (-1, batch)) for part in rows))
+
+    def empty(self, shape: list[int], device: torch.device, with_labels: bool) -> TeacherRows:
+        """Rows of that shape, to be received."""
+        make = lambda *more, dtype=torch.float32: torch.empty(*shape, *more, dtype=dtype, device=device)  # noqa: E731
+        k, temperatures = self.options["top_k"], len(self.options["temperatures"])
+        return TeacherRows(
+            make(k, dtype=torch.int64), make(k), make(), make(temperatures), make() if with_labels else None
+        )
+
+
+class _Probe:
+    """Compares hidden states times weight with what the output layer itself returns, so that no cap is overlooked."""
+
+    def __init__(self, name: str, vocab_real: int):
+        self.name, self.vocab_real = name, vocab_real
+
+    def __call__(
+        self,
+        next_ids: None,
+        *,
+        hidden_states: torch.Tensor,
+        output_layer: MegatronModule,
+        output_weight: torch.Tensor | None,
+        scale_logits: Callable,
+        config: Any,
+        **_: Any,
+    ) -> None:
+        """Raise TeacherError if they differ by more than rounding."""
+        weight, shard = head_of(output_layer, output_weight, config, self.vocab_real)
+        theirs = scale_logits(output_layer(hidden_states, weight=output_weight)[0]).flatten(0, 1).float()
+        hidden = _gathered(hidden_states, shard) if config.sequence_parallel else hidden_states
+        ours = torch.empty_like(theirs)
+        logits_into(ours, hidden.flatten(0, 1), weight, torch.float32)
+        error, size = float((ours - theirs).abs().max()), float(theirs.abs().max())
+        allowed = max(1e-4, 4 * torch.finfo(hidden.dtype).eps) * size
+        if not error <= allowed:
+            raise TeacherError(
+                f"{self.name}: its logits are not output weight x hidden state (largest difference {error:.3g} of "
+                f"{size:.3g}); this architecture does something to them that is not supported yet"
+            )
+
+
+def _gathered(hidden: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    parts = [torch.empty_like(hidden) for _ in range(shard.world_size)]
+    dist.all_gather(parts, hidden.contiguous(), group=shard.group)
+    return torch.cat(parts)
+
+
+def _set(provider: Any, settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        if not hasattr(provider, name):
+            raise ConfigError(f"model.{name}: {type(provider).__name__} has no such setting.")
+        setattr(provider, name, value)
+
+
+def _precision(dtype: str) -> dict[str, Any]:
+    chosen = getattr(torch, dtype)
+    return {"bf16": dtype == "bfloat16", "fp16": False, "params_dtype": chosen, "pipeline_dtype": chosen}
+
+
+def _digest(teacher: str | Path, checkpoint: str | Path | None) -> str:
+    if checkpoint is not None:
+        return weights_digest(Path(checkpoint), patterns=("*.distcp", "**/*.distcp"))
+    if Path(str(teacher)).is_dir():
+        return weights_digest(Path(str(teacher)))
+    from huggingface_hub import snapshot_download
+
+    return weights_digest(Path(snapshot_download(str(teacher), local_files_only=True)))
+
+
+def _first_rank(make: Callable[[], Any]) -> Any:
+    """What the first process makes, on all."""
+    value = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(value, src=0)
+    return value[0]
