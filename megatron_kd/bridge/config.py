@@ -88,6 +88,13 @@ class KDConfig:
     check_blocks: Literal["always", "sample"] = "always"
     """Which of the cache's block checksums are verified while reading."""
 
+    bad_blocks: Literal["raise", "mask"] = "raise"
+    """What a block that does not match its checksum, twice, does: end the run, or lose its tokens (weight 0 in the
+    loss, cross entropy included; counted as `kd masked`, logged)."""
+
+    bad_blocks_limit: float = 0.001
+    """With `bad_blocks: mask`, the largest fraction of the caches' tokens that may lie in bad blocks."""
+
     def finalize(self) -> None:
         """Checks every value; Bridge's own validation calls this too.
 
@@ -107,6 +114,8 @@ class KDConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"kd.{name} must be a finite number, at least 0, found {value!r}.")
+        if not 0 <= self.bad_blocks_limit <= 1:
+            raise ConfigError(f"kd.bad_blocks_limit is a fraction from 0 to 1, found {self.bad_blocks_limit!r}.")
         if self.kd_weight == 0 and self.ce_weight == 0:
             raise ConfigError(
                 "kd.kd_weight and kd.ce_weight are both 0, so there is nothing to minimise. Set one of them."

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_kd.bridge.bad_blocks import agree
 from megatron_kd.bridge.config import KDConfig, resolve_divergence
 from megatron_kd.bridge.teacher_feed import TeacherBatch
 from megatron_kd.errors import UserError
@@ -75,6 +76,8 @@ class DivergenceOutput:
             0-dim float32: the loss summed over this rank's weighted tokens.
         """
         weight, shard = head_of(output_layer, output_weight, config, self.vocab_size)
+        if self.teacher.masked is not None:
+            self.teacher = self.teacher.without(agree(self.teacher.masked, shard.group, hidden_states.device))
         batch = self.teacher.to(hidden_states.device)
         self.sums = LOSSES[self.kd.loss](
             hidden_states,

@@ -3,8 +3,8 @@
 
 It is Bridge's own ``gpt_step.forward_step`` (batch, context-parallel slicing, timers, FLOPs), given an iterator that
 keeps the teacher's key back and a model that passes the output processor on. What the last pipeline stage reports:
-``lm loss``, ``kd loss`` and ``total loss`` as (sum, tokens) pairs, which Bridge averages over data-parallel ranks and
-sends to console, TensorBoard, W&B and MLflow.
+``lm loss``, ``kd loss``, ``total loss`` and, where bad blocks may be masked, ``kd masked`` as (sum, tokens) pairs,
+which Bridge averages over data-parallel ranks and sends to console, TensorBoard, W&B and MLflow.
 """
 
 from collections.abc import Callable, Iterator
@@ -121,7 +121,11 @@ def reported_loss(
     sums: LossSums = output.sums
     count = output.teacher.token_weight.sum().to(torch.int).to(tensor.device)
     named = {"lm loss": sums.ce, "kd loss": sums.kd, "total loss": sums.total}
-    return loss, count, {name: torch.stack([value.detach().float(), count.float()]) for name, value in named.items()}
+    report = {name: torch.stack([value.detach().float(), count.float()]) for name, value in named.items()}
+    if output.teacher.masked is not None:
+        masked = output.teacher.masked.sum().to(count)
+        report["kd masked"] = torch.stack([masked, masked + count]).float()
+    return loss, count, report
 
 
 def look_ahead(data_iterator: RerunDataIterator, feed: TeacherFeed) -> None:

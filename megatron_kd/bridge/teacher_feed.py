@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from megatron_kd.bridge.bad_blocks import BadBlocks
 from megatron_kd.bridge.dataset import (
     ABSENT,
     KEY,
@@ -34,7 +35,7 @@ from megatron_kd.bridge.dataset import (
     runs,
     sample_identity,
 )
-from megatron_kd.cache import CacheReader, Corpus, check_echo
+from megatron_kd.cache import CacheReader, Corpus, CorruptBlock, Rows, check_echo
 from megatron_kd.loss import TopK
 
 logger = logging.getLogger(__name__)
@@ -49,16 +50,22 @@ class TeacherBatch:
 
     Attributes:
         teacher: ids int32 [n, B, K], logprobs float32 [n, B, K], log_tail float32 [n, B], at the loss's temperature.
-        token_weight: float32 [n, B], the batch's loss mask.
+        token_weight: float32 [n, B], the batch's loss mask; 0 where ``masked``.
+        masked: bool [n, B], on the host: positions with loss whose rows could not be read. None if that ends the run.
     """
 
     teacher: TopK
     token_weight: torch.Tensor
+    masked: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "TeacherBatch":
-        """A copy on ``device``, without waiting for it."""
+        """A copy on ``device``, without waiting for it; ``masked`` stays on the host."""
         move = lambda x: x.to(device, non_blocking=True)  # noqa: E731
-        return TeacherBatch(TopK(*map(move, self.teacher)), move(self.token_weight))
+        return TeacherBatch(TopK(*map(move, self.teacher)), move(self.token_weight), self.masked)
+
+    def without(self, masked: torch.Tensor) -> "TeacherBatch":
+        """The same with the positions ``masked`` [n, B] left out of the loss."""
+        return TeacherBatch(self.teacher, self.token_weight.masked_fill(masked, 0.0), masked)
 
 
 class CacheFeed:
@@ -70,6 +77,8 @@ class CacheFeed:
         temperature: Temperature of the loss.
         tokenizer: Identity of the run's tokenizer, compared with each cache's; None where the run has none.
         read_ahead: Micro-batches read before they are asked for.
+        bad_blocks: ``raise``, or ``mask`` to go on without rows that cannot be read.
+        bad_blocks_limit: With ``mask``, the largest fraction of the caches' rows that may be bad.
 
     Raises:
         CacheError: If a cache cannot serve ``top_k`` or ``temperature``.
@@ -83,8 +92,11 @@ class CacheFeed:
         temperature: float,
         tokenizer: dict[str, Any] | None,
         read_ahead: int,
+        bad_blocks: Literal["raise", "mask"] = "raise",
+        bad_blocks_limit: float = 0.0,
     ):
         self.readers = readers
+        self.bad_blocks = BadBlocks(bad_blocks, bad_blocks_limit, readers)
         self.top_k = top_k
         self.temperature = temperature
         self.tokenizer = tokenizer
@@ -165,8 +177,11 @@ class CacheFeed:
                 batch[KEY].tolist(), batch["tokens"].numpy(), batch["loss_mask"].numpy(), strict=True
             )
         ]
-        ids, logprobs, log_tail, weight = (torch.from_numpy(np.stack(x, axis=1)) for x in zip(*samples, strict=True))
-        return TeacherBatch(TopK(ids, logprobs, log_tail), weight)
+        ids, logprobs, log_tail, weight, lost = (
+            torch.from_numpy(np.stack(x, axis=1)) for x in zip(*samples, strict=True)
+        )
+        rows = TeacherBatch(TopK(ids, logprobs, log_tail), weight)
+        return rows if self.bad_blocks.policy == "raise" else rows.without(lost & (weight != 0))
 
     def _read_sample(self, split: int, index: int, tokens: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, ...]:
         dataset, parts = self._resolvers[split]
@@ -181,7 +196,8 @@ class CacheFeed:
             raise TeacherDataError(
                 f"{where}: {int((weight[~present] != 0).sum())} positions with loss have no teacher row."
             )
-        rows = reader.read(runs(coords[present]), top_k=self.top_k, temperature=self.temperature)
+        rows, lost = self._read_rows(reader, coords, present)
+        present &= ~lost
         echo = rows.tokens.astype(np.int64)
         echo[echo == spans.pad_token] = 0  # as GPTDataset does with its padding token
         check_echo(echo, tokens[positions][present], where=where)
@@ -190,7 +206,22 @@ class CacheFeed:
             spread(rows.logprobs, present, -np.inf),
             spread(rows.log_tail, present, 0.0),
             weight,
+            lost,
         )
+
+    def _read_rows(self, reader: CacheReader, coords: np.ndarray, present: np.ndarray) -> tuple[Rows, np.ndarray]:
+        """Rows of the present coordinates without those in bad blocks, and which these are: bool [n]."""
+        lost = np.zeros(len(coords), dtype=bool)
+        while True:
+            try:
+                spans = runs(coords[present & ~lost])
+                return reader.read(spans, top_k=self.top_k, temperature=self.temperature), lost
+            except CorruptBlock as error:
+                first, end = self.bad_blocks.note(reader, error)
+                hit = present & ~lost & (coords >= first) & (coords < end)
+                if not hit.any():  # the block is none of those asked for, so asking again would not end
+                    raise
+                lost |= hit
 
 
 class SyntheticFeed:

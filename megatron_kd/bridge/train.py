@@ -59,6 +59,8 @@ def open_feed(cfg: KDConfigContainer) -> TeacherFeed:
         temperature=kd.temperature,
         tokenizer=run_tokenizer(cfg),
         read_ahead=kd.read_ahead,
+        bad_blocks=kd.bad_blocks,
+        bad_blocks_limit=kd.bad_blocks_limit,
     )
 
 

@@ -58,6 +58,15 @@ def distil(
     return recorder.steps
 
 
+def distil_damaged(
+    hf: Path, corpus: Path, index_cache: Path, caches: list[str], **kwargs: Any
+) -> list[dict[str, float]]:
+    """As `distil`, each rank with the cache of its number: a disk that is bad on one node alone."""
+    cache = caches[int(os.environ["RANK"])]
+    kd = {"cache": cache, "ce_weight": 0.5, "bad_blocks": "mask", "bad_blocks_limit": 0.5}
+    return distil(hf, corpus, index_cache, kd=kd, **kwargs)
+
+
 def killer(iteration: int) -> Any:
     """A callback that kills its own process without a chance to clean up."""
     from megatron.bridge.training.callbacks import Callback

@@ -112,6 +112,63 @@ def check_feed(hf: Path, root: Path) -> dict[str, int]:
     return counts | {"positions": len(met)}
 
 
+def damage(cache: Path, tiles: list[int]) -> np.ndarray:
+    """Change the last byte of these tiles' shards; bool [rows], true for the rows of the blocks that are bad then."""
+    from megatron_kd.cache import CacheReader
+    from megatron_kd.cache.layout import BLOCK_ROWS
+
+    reader = CacheReader(cache)
+    bad = np.zeros(reader.n_rows, bool)
+    for tile in tiles:
+        first, end = (int(row) for row in reader.tiles[tile : tile + 2, 0])
+        shard = cache / "shards" / f"shard-{tile:06d}.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
+        bad[first + (end - first - 1) // BLOCK_ROWS * BLOCK_ROWS : end] = True
+    return bad
+
+
+def check_bad_blocks(hf: Path, root: Path) -> dict[str, int]:
+    """Under `mask` exactly the positions of bad blocks lose their weight, the others keep their rows."""
+    import torch
+
+    from megatron_kd.bridge.bad_blocks import TooManyBadBlocks
+    from megatron_kd.bridge.teacher_feed import CacheFeed
+    from megatron_kd.cache import CacheReader, CorruptBlock, DocumentUnits
+
+    corpus = write_pair_corpus(root / "corpus")
+    cache = build_cache(root / "cache", DocumentUnits(corpus))
+    bad = damage(cache, [0, 1])
+    keyed = built(hf, [root / "corpus"], root / "index", samples=200)
+
+    def feed(policy: str, limit: float) -> CacheFeed:
+        made = CacheFeed([CacheReader(cache)], top_k=None, temperature=1.0, tokenizer=None, read_ahead=0,
+                         bad_blocks=policy, bad_blocks_limit=limit)  # fmt: skip
+        made.bind([keyed, None, None])
+        return made
+
+    masking, counts = feed("mask", bad.sum() / len(bad)), {"masked": 0, "kept": 0, "refused": 0}
+    raising, limited = feed("raise", 1.0), feed("mask", bad.sum() / len(bad) * 0.99)
+    for index in range(len(keyed)):
+        batch = {name: value[None] for name, value in keyed[index].items() if torch.is_tensor(value)}
+        rows = masking.take(batch)
+        for at, axis in true_positions(keyed.dataset, index, 64):
+            part, hit = slice(at, at + len(axis)), bad[axis]
+            assert np.array_equal(rows.masked[part, 0].numpy(), hit)
+            assert np.array_equal(rows.token_weight[part, 0].numpy() == 0, hit)
+            want = made_up_rows(axis, 20)
+            assert np.array_equal(rows.teacher.ids[part, 0][~hit].numpy(), want["ids"][~hit])
+            counts["masked"] += int(hit.sum())
+            counts["kept"] += int((~hit).sum())
+            if hit.any():
+                for other, kind in ((raising, CorruptBlock), (limited, TooManyBadBlocks)):
+                    try:
+                        other.take(batch)
+                    except kind:
+                        counts["refused"] += 1
+    assert masking.bad_blocks.rows == bad.sum()
+    return counts
+
+
 def check_blend(hf: Path, root: Path) -> dict[str, int]:
     """Two corpora blended: each sample's rows come from the cache of its own corpus."""
     from megatron_kd.bridge.teacher_feed import CacheFeed

@@ -20,6 +20,11 @@ def test_one_document_cache_serves_every_seed_length_and_layout(world, tmp_path)
     assert counts["rows"] > 10 * counts["positions"]
 
 
+def test_bad_blocks_lose_their_weight_up_to_a_limit_or_end_the_run(world, tmp_path):
+    counts = on_a_rank(spans.check_bad_blocks, world, tmp_path)
+    assert counts["masked"] > 200 and counts["kept"] > 5_000 and counts["refused"] > 10
+
+
 def test_a_blend_reads_each_sample_from_the_cache_of_its_corpus(world, tmp_path):
     counts = on_a_rank(spans.check_blend, world, tmp_path)
     assert counts["a"] > 20 and counts["b"] > 50

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real Megatron-Bridge loop with the teacher cache: layouts, resume, and what it refuses."""
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from megatron_kd.dryrun import RankFailed, run_ranks
-from tests.bridge.loop import distil, next_loss_of_export
+from tests.bridge.loop import distil, distil_damaged, next_loss_of_export
 
 LAYOUTS = {
     "TP=2+SP": ({"tp": 2}, 2),
@@ -78,6 +81,21 @@ def test_overlapped_parameter_gather_and_gradient_reduce_change_nothing(world, d
         "optimizer__overlap_param_gather": True,
     }
     np.testing.assert_allclose(steps(world, 2, **overlap), dense_on_one_rank, atol=1e-4, rtol=0)
+
+
+def test_tensor_parallel_ranks_mask_what_is_bad_for_one_of_them(world, tmp_path):
+    """Blocks that only rank 1 cannot read are left out by both, as on one rank; what is masked is reported."""
+    bad = Path(shutil.copytree(world.cache, tmp_path / "bad"))
+    for shard in (bad / "shards").iterdir():
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+    one = run_ranks(distil_damaged, 1, args=(*world.inputs, [str(bad)]))[0]
+    two = run_ranks(distil_damaged, 2, args=(*world.inputs, [str(world.cache), str(bad)]), kwargs={"tp": 2})
+    names = (*LOSSES, "kd masked")
+    table = [[[step[name] for name in names] for step in report] for report in (one, *two)]
+    np.testing.assert_allclose(table[1:], [table[0]] * 2, atol=1e-4, rtol=0)
+    assert 0 < np.mean([step["kd masked"] for step in one]) < 0.5
 
 
 def test_an_iteration_that_is_run_twice_meets_the_same_rows(world, dense_on_one_rank):
