@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cache serves only what it was built from; content decides, and every refusal shows both values."""
 
+import copy
+import dataclasses
 import re
 import shutil
 
@@ -9,17 +11,22 @@ import pytest
 
 from megatron_kd.cache import (
     BadSetting,
+    CacheError,
     CacheReader,
+    CacheWriter,
     Corpus,
     DocumentUnits,
     EchoMismatch,
+    FirstUnits,
     IdentityMismatch,
+    Manifest,
     check_echo,
     make_manifest,
     note_tokenizer,
     tokenizer_identity,
 )
-from tests.cache.conftest import VOCAB, build, random_documents, write_corpus
+from tests.cache.conftest import TEACHER, TOKENIZER, VOCAB, build, random_documents, write_corpus
+from tests.cache.test_commands import run
 
 
 class Tokenizer:
@@ -51,37 +58,79 @@ def test_another_corpus_is_refused_by_content_whatever_its_name(tmp_path):
         reader.expect(corpus=wrong)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"corpus": {"index_digest": "f00"}},
-        {"corpus": {"n_tokens": 5}},
-        {"tokenizer": {"digest": "abd"}},
-        {"tokenizer": {"chat_template": "abd"}},
-        {"units": {"kind": "sample"}},
-        {"units": {"digest": "0"}},
-        {"context": {"kind": "window"}},
-        {"top_k": 99},
-        {"vocab_real": VOCAB - 1},
-        {"vocab_padded": VOCAB + 64},
-        {"teacher": {"repo": "other"}},
-        {"teacher": {"revision": "2"}},
-        {"teacher": {"weights": "other"}},
-        {"teacher": {"dtype": "bfloat16"}},
-        {"teacher": {"engine": "vllm", "version": "3"}},
-    ],
-)
-def test_each_field_is_checked_and_named_with_both_values(cache, fields):
+def leaves(value, place=()):
+    """(place, value) of everything in a manifest that is no object."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, (*place, key))
+    else:
+        yield place, value
+
+
+def changed(body, place):
+    """A copy of a manifest's fields with another value at one place, and that value."""
+    body = copy.deepcopy(body)
+    part = body
+    for key in place[:-1]:
+        part = part[key]
+    old = part[place[-1]]
+    others = {"values": "f32", "codec": "zstd", "top_k": 99, "vocab_padded": VOCAB + 64, "temperatures": [3.0]}
+    part[place[-1]] = new = others.get(place[0], old + 1 if isinstance(old, int) else f"other than {old}")
+    return body, new
+
+
+def test_every_field_is_checked_and_named_with_both_values(cache):
+    """Whatever a manifest holds, down to the last sub-field: other content is refused by name, with both values."""
     reader = CacheReader(cache)
-    ((name, wanted),) = fields.items()
-    found = getattr(reader.manifest, name)
-    if isinstance(wanted, dict):
-        key, wanted = next(iter(wanted.items()))
-        found, name = found[key], f"{name}.{key}"
-    with pytest.raises(IdentityMismatch, match=re.escape(f"{name}: the cache has {found!r}, expected {wanted!r}")):
-        reader.expect(**fields)
+    body = dataclasses.asdict(reader.manifest)
+    places = [place for place, _ in leaves(body)]
+    wanted = ["index_digest", "data_digest", "n_tokens", "n_units"]
+    assert {("corpus", name) for name in wanted} | {("units", "kind"), ("units", "digest")} <= set(places)
+    assert {("teacher", name) for name in TEACHER} | {("tokenizer", name) for name in TOKENIZER} <= set(places)
+    assert {("top_k",), ("vocab_real",), ("vocab_padded",), ("context", "kind"), ("tiles", "digest")} <= set(places)
+    for place in places:
+        other, new = changed(body, place)
+        message = f"{'.'.join(place)}: the cache has {dict(leaves(body))[place]!r}, expected {new!r}"
+        with pytest.raises(IdentityMismatch, match=re.escape(message)):
+            reader.expect(**{place[0]: other[place[0]]})
+    reader.expect(**body)
     with pytest.raises(ValueError, match="no field .*'corpsu'"):
         reader.expect(corpsu={})
+
+
+def test_a_writer_with_any_other_field_is_refused(cache, monkeypatch):
+    """The same for whoever wants to write into the cache."""
+    reader = CacheReader(cache)
+    body = dataclasses.asdict(reader.manifest)
+    monkeypatch.setattr("megatron_kd.cache.writer.decode_tiles", lambda *_: None)  # the refusal is to come later
+    for place, old in leaves(body):
+        other, new = changed(body, place)
+        message = f"{'.'.join(place)}: the cache has {old!r}, this build {new!r}"
+        with pytest.raises(IdentityMismatch, match=re.escape(message)):
+            CacheWriter(cache, Manifest(**other), reader.tiles)
+    CacheWriter(cache, Manifest(**body), reader.tiles)
+
+
+def test_info_shows_in_which_fields_two_caches_differ(tmp_path, corpus, capsys):
+    """Fields that one of them lacks included; equal caches are said to be equal."""
+    a, b = (build(tmp_path / name, corpus, top_k=k).path for name, k in (("a", 2), ("b", 3)))
+    note_tokenizer(corpus.prefix, {"digest": "x"})
+    assert run("info", "--diff", a, b) == 1
+    text = capsys.readouterr().out
+    assert f"top_k:\n  2  ({a})\n  3  ({b})\n" in text and "1 fields differ" in text
+    shutil.copytree(a, tmp_path / "c")
+    assert run("info", "--diff", a, tmp_path / "c") == 0 and "same identity" in capsys.readouterr().out
+    limited = FirstUnits(DocumentUnits(corpus), 3)
+    manifest, tiles = make_manifest(
+        limited, teacher=TEACHER, tokenizer=TOKENIZER, vocab_real=VOCAB, vocab_padded=VOCAB, top_k=2, tile_tokens=4000
+    )
+    CacheWriter(tmp_path / "d", manifest, tiles)
+    for order in ((a, tmp_path / "d"), (tmp_path / "d", a)):
+        assert run("info", "--diff", *order) == 1
+        text = capsys.readouterr().out
+        assert "units.limit:" in text and "None" in text and "rows:" in text and "corpus" not in text
+    with pytest.raises(CacheError, match="name a cache, or two with --diff"):
+        run("info")
 
 
 def test_the_manifest_knows_nothing_of_paths_or_time(tmp_path):
