@@ -17,10 +17,17 @@ import numpy as np
 from megatron_kd.cache.corpus import UnitSource, cut_tiles, unit_table_digest
 from megatron_kd.cache.errors import BadSetting, CorruptFile, FutureVersion, IdentityMismatch, NotACache
 from megatron_kd.cache.files import decode_record, digest_bytes, encode_record, parse_json, read_bounded
-from megatron_kd.cache.layout import FORMAT_VERSION, VALUE_DTYPES, RowFormat, id_hi_bits
+from megatron_kd.cache.layout import CODECS, FORMAT_VERSION, VALUE_DTYPES, RowFormat, id_hi_bits
 
 _FORMAT = "megatron-kd-cache"
-_JSON_TYPES = {dict: "an object", int: "an integer", str: "a string", list: "a list"}
+_JSON_TYPES = {
+    dict: "an object",
+    int: "an integer",
+    str: "a string",
+    list: "a list",
+    bool: "true or false",
+    float: "a number with a point",
+}
 _MAX_TILES = 1 << 22
 """4 million tiles of a million tokens; their table has 64 MiB."""
 _MAX_ROW_BYTES = 1 << 21
@@ -47,12 +54,16 @@ class Manifest:
     """Rows of the teacher's output projection."""
     top_k: int
     values: str
-    """`f16` or `f32`."""
+    """`f16`, `f32` or `u8`."""
     id_hi_bits: int
     temperatures: list[float]
     """Temperatures besides 1 that the cache serves."""
     codec: str
-    """`raw`."""
+    """`raw` or `zstd`."""
+    ragged: bool
+    """Whether rows may have fewer than K entries, or none."""
+    top_p: float
+    """A row keeps no more entries than hold this mass; 1 keeps all K."""
     rows: int
     """Length of the token axis."""
     tiles: dict[str, Any]
@@ -61,7 +72,7 @@ class Manifest:
     @property
     def row_format(self) -> RowFormat:
         """The part of the manifest that decides the planes of a shard."""
-        return RowFormat(self.top_k, self.values, self.id_hi_bits, tuple(self.temperatures))
+        return RowFormat(self.top_k, self.values, self.id_hi_bits, tuple(self.temperatures), self.codec, self.ragged)
 
     def to_json(self) -> bytes:
         """Content of manifest.json."""
@@ -121,13 +132,15 @@ class Manifest:
         for field, (low, high) in ranges.items():
             if not low <= getattr(self, field) <= high:
                 raise CorruptFile(f"{name}: {field} must lie in [{low}, {high}], found {_short(getattr(self, field))}")
-        if self.values not in VALUE_DTYPES or self.codec != "raw" or self.id_hi_bits != id_hi_bits(self.vocab_real):
+        bits = id_hi_bits(self.vocab_real)
+        if self.values not in VALUE_DTYPES or self.codec not in CODECS or self.id_hi_bits != bits:
             raise CorruptFile(
                 f"{name}: values {_short(self.values)}, codec {_short(self.codec)}, id_hi_bits "
                 f"{_short(self.id_hi_bits)}; known are "
-                f"values {sorted(VALUE_DTYPES)}, codec 'raw', and id_hi_bits {id_hi_bits(self.vocab_real)} for this "
-                "vocabulary"
+                f"values {sorted(VALUE_DTYPES)}, codecs {sorted(CODECS)}, and id_hi_bits {bits} for this vocabulary"
             )
+        if not 0 < self.top_p <= 1 or (self.top_p < 1 and not self.ragged):
+            raise CorruptFile(f"{name}: top_p must lie in (0, 1], and be 1 unless ragged; found {self.top_p}")
         if any(type(t) is not float or not 0 < t < 1e6 or t == 1 for t in self.temperatures):
             raise CorruptFile(
                 f"{name}: temperatures must be positive numbers other than 1, found {_short(self.temperatures)}"
@@ -169,6 +182,8 @@ def make_manifest(
     vocab_padded: int,
     top_k: int,
     values: str = "f16",
+    codec: str = "raw",
+    top_p: float = 1.0,
     temperatures: tuple[float, ...] = (),
     tile_tokens: int = 1 << 20,
     context: dict[str, Any] | None = None,
@@ -182,7 +197,9 @@ def make_manifest(
         vocab_real: ids that can occur.
         vocab_padded: rows of the teacher's output projection.
         top_k: entries a row; at most `vocab_real`.
-        values: `f16` or `f32`.
+        values: `f16`, `f32` or `u8`.
+        codec: `raw` or `zstd`.
+        top_p: a row keeps no more entries than hold this mass; 1 keeps all K.
         temperatures: temperatures besides 1 to serve.
         tile_tokens: target size of a tile.
         context: what the teacher sees; default the whole unit up to the token.
@@ -199,6 +216,8 @@ def make_manifest(
         raise BadSetting(f"temperatures must be positive, found {bad}")
     if values not in VALUE_DTYPES:
         raise BadSetting(f"values must be one of {sorted(VALUE_DTYPES)}, found {values!r}")
+    if codec not in CODECS or not 0 < top_p <= 1:
+        raise BadSetting(f"codec must be one of {CODECS} and top_p lie in (0, 1], found {codec!r} and {top_p}")
     tiles = cut_tiles(units.lengths, tile_tokens)
     identity = units.identity()
     manifest = Manifest(
@@ -218,7 +237,9 @@ def make_manifest(
         values=values,
         id_hi_bits=id_hi_bits(vocab_real),
         temperatures=sorted({float(t) for t in temperatures} - {1.0}),
-        codec="raw",
+        codec=codec,
+        ragged=top_p < 1 or hasattr(units, "stored"),
+        top_p=float(top_p),
         rows=int(tiles[-1, 0]),
         tiles={"count": len(tiles) - 1, "tokens": int(tile_tokens), "digest": digest_bytes(encode_tiles(tiles))},
     )

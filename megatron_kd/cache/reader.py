@@ -2,8 +2,8 @@
 """Reading a sealed cache: any spans of the token axis, at the temperature and K of the loss.
 
 In: spans (start, length). Out: `Rows`, the teacher's distribution after each of those tokens, in the spans' order.
-Memory is the result plus 8,192 rows of scratch, whatever the size of the cache; at most 64 files are open. Every byte
-that is used was compared with a checksum (`check_blocks="always"`).
+Memory is the result plus 2,048 rows of scratch a thread, whatever the size of the cache; at most 64 files are open.
+Every byte that is used was compared with a checksum (`check_blocks="always"`).
 """
 
 import logging
@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megatron_kd.cache import layout
+from megatron_kd.cache import codecs, layout
+from megatron_kd.cache.blocks import Scratch, row_planes
 from megatron_kd.cache.errors import (
     CorruptFile,
     EchoMismatch,
@@ -26,13 +27,15 @@ from megatron_kd.cache.errors import (
     Unsealed,
 )
 from megatron_kd.cache.files import decode_record, node_name, read_bounded, wait_until_visible
+from megatron_kd.cache.layout import RowFormat
 from megatron_kd.cache.manifest import Manifest, decode_tiles, expect
 from megatron_kd.cache.shard import Shard
 from megatron_kd.cache.writer import read_commit
 
 logger = logging.getLogger(__name__)
 
-_READ_ROWS = 16 * layout.BLOCK_ROWS
+_READ_ROWS = 4 * layout.BLOCK_ROWS
+"""Rows read and decoded at once; their 0.9 MB stay in a core's second-level cache."""
 _OPEN_SHARDS = 64
 _SAMPLE_EVERY = 16
 
@@ -43,11 +46,16 @@ class Rows(NamedTuple):
     tokens: np.ndarray
     """uint32 [n], the input tokens as the teacher saw them."""
     ids: np.ndarray
-    """int32 [n, K], most likely first."""
+    """int32 [n, K], most likely first; -1 where a ragged row has no further entry (log-probability -inf)."""
     logprobs: np.ndarray
     """float32 [n, K], natural log, at the temperature asked for."""
     log_tail: np.ndarray
     """float32 [n], log of the mass outside the K; -inf if none."""
+
+    @property
+    def stored(self) -> np.ndarray:
+        """bool [n]: whether the cache has anything of the row but its token (false only in a ragged cache)."""
+        return self.ids[:, 0] >= 0
 
 
 class CacheReader:
@@ -74,6 +82,7 @@ class CacheReader:
         check_seal(self.path, self.manifest, wait_s=wait_s)
         self._shards: OrderedDict[int, Shard] = OrderedDict()
         self._lock = threading.Lock()
+        self._local = threading.local()
         self._reads = 0
 
     def expect(self, **fields: Any) -> None:
@@ -101,13 +110,16 @@ class CacheReader:
                 f"build the cache with --temperature {temperature}"
             )
 
-    def read(self, spans: np.ndarray, *, top_k: int | None = None, temperature: float = 1.0) -> Rows:
+    def read(
+        self, spans: np.ndarray, *, top_k: int | None = None, temperature: float = 1.0, out: Rows | None = None
+    ) -> Rows:
         """Read the rows of `spans`, one after the other.
 
         Args:
             spans: int64 [m, 2], (start, length) on the token axis.
             top_k: entries a row; default as stored. Entries beyond it are added to the tail.
             temperature: T; the result is the teacher's distribution with logits divided by T.
+            out: arrays to fill, of the right shapes and types; memory used again is a third faster than fresh memory.
 
         Raises:
             ServeError, SpanError: the request cannot be met.
@@ -116,15 +128,50 @@ class CacheReader:
         self.check_serves(top_k=top_k, temperature=temperature)
         spans = self._check_spans(spans)
         n, k = int(spans[:, 1].sum()), self.manifest.top_k if top_k is None else top_k
-        out = Rows(
-            np.empty(n, np.uint32), np.empty((n, k), np.int32), np.empty((n, k), np.float32), np.empty(n, np.float32)
-        )
-        at = 0
+        wanted = {"tokens": (np.uint32, n), "ids": (np.int32, n, k), "logprobs": (np.float32, n, k)}
+        out = self._outputs(wanted | {"log_tail": (np.float32, n)}, None if out is None else out._asdict())
+        out, scratch, at = Rows(**out), self._scratch, 0
         for tile, row, count in self._pieces(spans):
-            planes = self._shard(tile).read(row, count, check=self._should_check())
+            planes = self._shard(tile).read(row, count, check=self._should_check(), scratch=scratch)
             self._decode(planes, Rows(*(plane[at : at + count] for plane in out)), temperature)
             at += count
         return out
+
+    def read_planes(self, spans: np.ndarray, *, out: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        """The rows of `spans` as they are stored, verified like `read` but not decoded; see `blocks.row_planes`.
+
+        Args:
+            spans: int64 [m, 2], (start, length) on the token axis.
+            out: planes to fill, as an earlier call returned them for as many rows.
+
+        Raises:
+            SpanError, MissingShard, CorruptFile, CorruptBlock.
+        """
+        spans = self._check_spans(spans)
+        planes = row_planes(self.manifest.row_format, int(spans[:, 1].sum()))
+        out = self._outputs({name: (dtype, *shape) for name, shape, dtype in planes}, out)
+        at = 0
+        for tile, row, count in self._pieces(spans):
+            part = {name: plane[at : at + count] for name, plane in out.items()}
+            self._shard(tile).read(row, count, check=self._should_check(), out=part, scratch=self._scratch)
+            at += count
+        return out
+
+    @staticmethod
+    def _outputs(wanted: dict[str, tuple], given: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+        if given is None:
+            return {name: np.empty(shape, dtype) for name, (dtype, *shape) in wanted.items()}
+        found = {name: (array.dtype, *array.shape) for name, array in given.items()}
+        if found != wanted or not all(array.flags.c_contiguous for array in given.values()):
+            raise ValueError(f"out must be contiguous arrays {wanted}, found {found}")
+        return given
+
+    @property
+    def _scratch(self) -> Scratch:
+        """Buffers of the calling thread."""
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = Scratch()
+        return self._local.scratch
 
     def _check_spans(self, spans: np.ndarray) -> np.ndarray:
         spans = np.asarray(spans)
@@ -176,19 +223,37 @@ class CacheReader:
 
     def _decode(self, planes: dict[str, np.ndarray], out: Rows, temperature: float) -> None:
         """Fill `out` from stored planes."""
-        k = out.ids.shape[1]
+        row_format = self.manifest.row_format
+        k, stored_k = out.ids.shape[1], row_format.top_k
+        if temperature == 1.0 and k == stored_k:
+            decode(planes, row_format, out)
+            return
         out.tokens[:] = planes["tokens"]
-        layout.join_ids(planes["ids_lo"], planes["ids_hi"], self.manifest.id_hi_bits, out.ids)
-        if temperature == 1.0:
-            out.logprobs[:], out.log_tail[:] = planes["logprobs"][:, :k], planes["log_tail"]
-            surplus = planes["logprobs"][:, k:].astype(np.float32)
-        else:
-            scaled = planes["logprobs"].astype(np.float32) / np.float32(temperature)
-            tail = planes["tail_T"][:, self.manifest.temperatures.index(temperature)]
-            scaled -= (total := np.logaddexp(_log_sum_exp(scaled), tail))[:, None]
-            out.logprobs[:], out.log_tail[:], surplus = scaled[:, :k], tail - total, scaled[:, k:]
-        if surplus.size:
-            np.logaddexp(_log_sum_exp(surplus), out.log_tail, out=out.log_tail)
+        codecs.decode_ids(planes, row_format, out.ids)
+        values = self._scratch.take("values", (len(out.ids), stored_k), np.float32)
+        codecs.decode_values(planes, values)
+        tail = planes["log_tail"]
+        if temperature != 1.0:
+            tail = planes["tail_T"][:, row_format.temperatures.index(temperature)]
+            values /= np.float32(temperature)
+            values -= (total := np.logaddexp(_log_sum_exp(values), tail))[:, None]
+            tail = tail - total
+        out.logprobs[:], out.log_tail[:] = values[:, :k], tail
+        if k < stored_k:
+            np.logaddexp(_log_sum_exp(values[:, k:]), out.log_tail, out=out.log_tail)
+
+
+def decode(planes: dict[str, np.ndarray], row_format: RowFormat, out: Rows | None = None) -> Rows:
+    """Rows with all their entries, at temperature 1, from stored planes; into `out` if given."""
+    n, k = len(planes["tokens"]), row_format.top_k
+    if out is None:
+        out = Rows(
+            np.empty(n, np.uint32), np.empty((n, k), np.int32), np.empty((n, k), np.float32), np.empty(n, np.float32)
+        )
+    out.tokens[:], out.log_tail[:] = planes["tokens"], planes["log_tail"]
+    codecs.decode_ids(planes, row_format, out.ids)
+    codecs.decode_values(planes, out.logprobs)
+    return out
 
 
 def _log_sum_exp(values: np.ndarray) -> np.ndarray:

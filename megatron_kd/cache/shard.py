@@ -6,15 +6,21 @@ checksums. Costs one file descriptor and, per read, the bytes of the 512-row blo
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import xxhash
 
+from megatron_kd.cache.blocks import BadBlock, Scratch, row_planes, unpack
 from megatron_kd.cache.errors import CorruptBlock, CorruptFile
-from megatron_kd.cache.files import open_regular, parse_json, read_exact
-from megatron_kd.cache.layout import BLOCK_ROWS, RowFormat, block_checksums, plane_offsets, shard_header
+from megatron_kd.cache.files import iter_file, open_regular, parse_json, read_exact
+from megatron_kd.cache.layout import BLOCK_ROWS, RowFormat, block_count, plane_offsets, shard_header
 
-_VERIFY_ROWS = 16 * BLOCK_ROWS
+_CHUNK_BYTES = 1 << 20
+_OPEN_HASHES = 1 << 16
+"""Blocks of a shard whose hashes may be open at once: 33 million rows, 60 MB."""
 
 
 class Shard:
@@ -37,14 +43,26 @@ class Shard:
         self, path: Path, row_format: RowFormat, first_row: int, rows: int, *, tile: int, manifest_digest: str
     ):
         self.path, self.row_format, self.first_row, self.rows, self.tile = path, row_format, first_row, rows, tile
-        self._planes = row_format.planes(rows)
-        header = shard_header(row_format, tile=tile, first_row=first_row, rows=rows, manifest_digest=manifest_digest)
-        self._offsets, size = plane_offsets(row_format, rows, len(header))
         self.fd = open_regular(path)
-        self._check_header(header)
-        found = os.fstat(self.fd).st_size
-        if found != size:
-            raise CorruptFile(f"{path} has {found} bytes; {rows} rows make {size}: it is truncated or not ours")
+        self.size = os.fstat(self.fd).st_size
+        identity = {"tile": tile, "first_row": first_row, "rows": rows, "manifest_digest": manifest_digest}
+        header = shard_header(row_format, **identity)
+        blocks = 0
+        if row_format.blocked:
+            bound = row_format.blocks_bound(rows)
+            blocks = self.size - plane_offsets(row_format, rows, len(header))[1]
+            if not 0 <= blocks <= bound:
+                raise CorruptFile(
+                    f"{path} has {self.size} bytes; {rows} rows make {self.size - blocks} to "
+                    f"{self.size - blocks + bound}: it is truncated or not ours"
+                )
+            header = shard_header(row_format, **identity, blocks_bytes=blocks)
+        self._header = header
+        self._check_header()
+        self._planes = row_format.planes(rows, blocks)
+        self._offsets, size = plane_offsets(row_format, rows, len(header), blocks)
+        if self.size != size:
+            raise CorruptFile(f"{path} has {self.size} bytes; {rows} rows make {size}: it is truncated or not ours")
 
     def __enter__(self) -> "Shard":
         return self
@@ -61,8 +79,9 @@ class Shard:
         if fd is not None:
             os.close(fd)
 
-    def _check_header(self, expected: bytes) -> None:
-        found = bytearray(min(len(expected), os.fstat(self.fd).st_size))
+    def _check_header(self) -> None:
+        expected = self._header
+        found = bytearray(min(len(expected), self.size))
         read_exact(self.fd, memoryview(found), 0, str(self.path))
         if found == expected:
             return
@@ -79,60 +98,186 @@ class Shard:
                 )
         raise CorruptFile(f"{self.path}: the header's spelling was changed after it was written")
 
-    def read(self, row: int, count: int, *, check: bool) -> dict[str, np.ndarray]:
-        """Planes of rows [row, row + count), by name, without the checksum plane.
+    def read(
+        self,
+        row: int,
+        count: int,
+        *,
+        check: bool,
+        out: dict[str, np.ndarray] | None = None,
+        scratch: Scratch | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Planes of rows [row, row + count), by name, without checksums and index; see `blocks.row_planes`.
 
         Args:
             row: first row, counted from the shard's start.
-            count: number of rows.
+            count: number of rows, at least 1.
             check: read whole blocks and compare their checksums; a bad block is read once more before it is reported.
+            out: planes [count, ...] to fill, contiguous.
+            scratch: where planes are put if there is no `out`; the next read with it overwrites them.
 
         Raises:
             CorruptBlock: names the file and the rows.
         """
-        if not check:
-            return self._read_planes(row, count)
-        first = row // BLOCK_ROWS * BLOCK_ROWS
-        end = min(-(-(row + count) // BLOCK_ROWS) * BLOCK_ROWS, self.rows)
-        planes = self._read_planes(first, end - first)
-        bad = self._bad_blocks(planes, first, end)
-        if bad.size:
-            planes = self._read_planes(first, end - first)
-            bad = self._bad_blocks(planes, first, end)
-        if bad.size:
-            self._report(first // BLOCK_ROWS + int(bad[0]))
-        return {name: plane[row - first : row - first + count] for name, plane in planes.items()}
+        scratch = scratch or Scratch()
+        read = self._read_blocked if self.row_format.blocked else self._read_dense
+        try:
+            return read(row, count, check, out, scratch)
+        except CorruptBlock:
+            return read(row, count, check, out, scratch)
 
-    def _read_planes(self, row: int, count: int) -> dict[str, np.ndarray]:
-        planes = {}
+    def _read_dense(
+        self, row: int, count: int, check: bool, out: dict[str, np.ndarray] | None, scratch: Scratch
+    ) -> dict[str, np.ndarray]:
+        """Wanted rows go straight to where they are wanted, the rest of their blocks beside it; both are hashed."""
+        if out is None:
+            out = {name: scratch.take(name, *rest) for name, *rest in row_planes(self.row_format, count)}
+        first, end = self._extent_of_blocks(row, count) if check else (row, row + count)
+        parts = []
         for plane in self._planes[1:]:
-            data = np.empty((count, *plane.shape[1:]), plane.dtype)
-            read_exact(
-                self.fd,
-                memoryview(data.reshape(-1)),
-                self._offsets[plane.name] + row * plane.row_bytes,
-                str(self.path),
-            )
-            planes[plane.name] = data
-        return planes
+            width = plane.row_bytes
+            ends = scratch.take(plane.name + "/ends", ((row - first + end - row - count) * width,), np.uint8)
+            head, tail = np.split(ends, [(row - first) * width])
+            views = [memoryview(part.reshape(-1).view(np.uint8)) for part in (head, out[plane.name], tail)]
+            self._fill(views, self._offsets[plane.name] + first * width)
+            parts.append((width, *views))
+        if check:
+            stored = self._stored("checksum", first // BLOCK_ROWS, block_count(end - first))
+            for block, start in enumerate(range(first, end, BLOCK_ROWS)):
+                state = xxhash.xxh3_64(seed=self.first_row + start)
+                here = slice(max(start - row, 0), min(start + BLOCK_ROWS - row, count))
+                for width, head, body, tail in parts:
+                    if start < row:
+                        state.update(head)
+                    state.update(body[here.start * width : here.stop * width])
+                    if start + BLOCK_ROWS > row + count:
+                        state.update(tail)
+                if state.intdigest() != stored[block]:
+                    raise self._corrupt(start // BLOCK_ROWS)
+        return out
 
-    def _bad_blocks(self, planes: dict[str, np.ndarray], first: int, end: int) -> np.ndarray:
-        sums = block_checksums(list(planes.values()), self.first_row + first)
-        stored = np.empty_like(sums)
-        read_exact(self.fd, memoryview(stored), self._offsets["checksum"] + first // BLOCK_ROWS * 8, str(self.path))
-        return np.flatnonzero(stored != sums)
+    def _read_blocked(
+        self, row: int, count: int, check: bool, out: dict[str, np.ndarray] | None, scratch: Scratch
+    ) -> dict[str, np.ndarray]:
+        first, end = self._extent_of_blocks(row, count)
+        block, blocks = first // BLOCK_ROWS, block_count(end - first)
+        bounds = self._index(block, blocks)
+        data = scratch.take("blocks", (bounds[-1] - bounds[0],), np.uint8)
+        self._fill([memoryview(data)], self._offsets["blocks"] + bounds[0])
+        stored = self._stored("checksum", block, blocks)
+        planes = {name: scratch.take(name, *rest) for name, *rest in row_planes(self.row_format, end - first)}
+        for i in range(blocks):
+            piece = memoryview(data)[bounds[i] - bounds[0] : bounds[i + 1] - bounds[0]]
+            rows = slice(i * BLOCK_ROWS, (i + 1) * BLOCK_ROWS)
+            if check and xxhash.xxh3_64_intdigest(piece, seed=self.first_row + first + rows.start) != stored[i]:
+                raise self._corrupt(block + i)
+            try:
+                unpack(piece, self.row_format, {name: plane[rows] for name, plane in planes.items()}, scratch)
+            except BadBlock as error:
+                raise self._corrupt(block + i, f"cannot be decoded, {error}") from error
+        planes = {name: plane[row - first : row - first + count] for name, plane in planes.items()}
+        if out is None:
+            return planes
+        for name, plane in planes.items():
+            np.copyto(out[name], plane)
+        return out
 
-    def _report(self, block: int) -> None:
+    def _extent_of_blocks(self, row: int, count: int) -> tuple[int, int]:
+        """First row, and row after the last, of the blocks that hold the rows."""
+        end = -(-(row + count) // BLOCK_ROWS) * BLOCK_ROWS
+        return row // BLOCK_ROWS * BLOCK_ROWS, min(end, self.rows)
+
+    def _fill(self, parts: list[memoryview], offset: int) -> None:
+        """Fill `parts` from consecutive bytes, in one call if the kernel gives them all."""
+        parts = [part for part in parts if len(part)]
+        try:
+            if os.preadv(self.fd, parts, offset) == sum(map(len, parts)):
+                return
+        except OSError:
+            pass  # said by the attempt that follows
+        for part in parts:
+            read_exact(self.fd, part, offset, str(self.path))
+            offset += len(part)
+
+    def _stored(self, name: str, first: int, count: int) -> list[int]:
+        """Items [first, first + count) of the plane `checksum` or `index`."""
+        items = np.empty(count, "<u8")
+        read_exact(self.fd, memoryview(items), self._offsets[name] + 8 * first, str(self.path))
+        return items.tolist()
+
+    def _index(self, block: int, blocks: int) -> list[int]:
+        """Bounds in `blocks` of that many blocks; none is larger than a block can be."""
+        bounds = self._stored("index", block, blocks + 1)
+        total, bound = self._planes[-1].nbytes, self.row_format.block_bound(BLOCK_ROWS)
+        ends = {0: 0, block_count(self.rows): total}
+        for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            right = start <= end <= min(start + bound, total)
+            if not right or ends.get(block + i, start) != start or ends.get(block + i + 1, end) != end:
+                raise self._corrupt(block + i, f"is said to be bytes [{start}, {end}) of {total}")
+        return bounds
+
+    def _corrupt(self, block: int, what: str = "does not match its checksum, twice") -> CorruptBlock:
         start, end = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, self.rows)
-        raise CorruptBlock(
+        return CorruptBlock(
             f"{self.path}: block {block} (rows [{start}, {end}) of the shard, [{self.first_row + start}, "
-            f"{self.first_row + end}) of the cache) does not match its checksum, twice. Run `megatron-kd cache "
+            f"{self.first_row + end}) of the cache) {what}. Run `megatron-kd cache "
             f"verify`; to rebuild the tile delete commits/{self.path.stem}.json and run the same `megatron-kd cache "
             "build` again",
             rows=(self.first_row + start, self.first_row + end),
         )
 
-    def verify_blocks(self) -> None:
-        """Check every block; memory for 8,192 rows."""
-        for start in range(0, self.rows, _VERIFY_ROWS):
-            self.read(start, min(_VERIFY_ROWS, self.rows - start), check=True)
+    def verify_blocks(self) -> str:
+        """Check every byte against the blocks' checksums, reading the file once; memory for 2 MB and the hashes.
+
+        Returns:
+            xxh3-128 of the whole file.
+
+        Raises:
+            CorruptBlock: the first block found that does not match.
+        """
+        digest = xxhash.xxh3_128(self._header)
+        if block_count(self.rows) > _OPEN_HASHES:
+            bad = range(block_count(self.rows))
+        else:
+            bad = self._scan_blocked(digest) if self.row_format.blocked else self._scan_dense(digest)
+        if not bad:
+            return digest.hexdigest()
+        scratch = Scratch()
+        for block in bad:  # once more; this raises
+            self.read(block * BLOCK_ROWS, 1, check=True, scratch=scratch)
+        digest = xxhash.xxh3_128()
+        for piece in iter_file(self.fd, self.size, str(self.path)):
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def _scan_dense(self, digest: Any) -> Sequence[int]:
+        """Blocks that do not match. The file is read from start to end with one hash open for each block."""
+        seeds = range(self.first_row, self.first_row + self.rows, BLOCK_ROWS)
+        states = [xxhash.xxh3_64(seed=seed) for seed in seeds]
+        stored = self._stored("checksum", 0, len(states))
+        digest.update(np.array(stored, "<u8"))
+        for plane in self._planes[1:]:
+            width = plane.row_bytes * BLOCK_ROWS
+            chunk = max(1, _CHUNK_BYTES // width)
+            buffer = memoryview(bytearray(min(chunk * width, plane.nbytes)))
+            for block in range(0, len(states), chunk):
+                piece = buffer[: plane.nbytes - block * width]
+                self._fill([piece], self._offsets[plane.name] + block * width)
+                digest.update(piece)
+                for i, start in enumerate(range(0, len(piece), width), block):
+                    states[i].update(piece[start : start + width])
+        return [i for i, state in enumerate(states) if state.intdigest() != stored[i]]
+
+    def _scan_blocked(self, digest: Any) -> Sequence[int]:
+        blocks = block_count(self.rows)
+        stored, bounds = self._stored("checksum", 0, blocks), self._index(0, blocks)
+        digest.update(np.array(stored, "<u8"))
+        digest.update(np.array(bounds, "<u8"))
+        bad, scratch = [], Scratch()
+        for block, seed in enumerate(range(self.first_row, self.first_row + self.rows, BLOCK_ROWS)):
+            piece = memoryview(scratch.take("block", (bounds[block + 1] - bounds[block],), np.uint8))
+            self._fill([piece], self._offsets["blocks"] + bounds[block])
+            digest.update(piece)
+            if xxhash.xxh3_64_intdigest(piece, seed=seed) != stored[block]:
+                bad.append(block)
+        return bad

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One tile on its way into a cache: rows are checked and encoded as they come, in any order.
 
-In: rows of teacher output. Out: the parts of a shard file. Costs memory for the encoded tile (433 MB for a million
-tokens at K=100) and one more byte a row.
+In: rows of teacher output. Out: the parts of a shard file. Costs memory for the tile with all K entries a row (433 MB
+for a million tokens at K=100), one more byte a row and, in a blocked cache, the encoded blocks.
 """
 
-import numpy as np
+from typing import Any
 
-from megatron_kd.cache import layout
+import numpy as np
+import xxhash
+
+from megatron_kd.cache import blocks, codecs, layout
 from megatron_kd.cache.manifest import Manifest
 
 
@@ -17,7 +20,7 @@ class TileBuffer:
     def __init__(self, manifest: Manifest, tile: int, first_row: int, rows: int):
         self.tile, self.first_row, self.rows = tile, first_row, rows
         self._manifest, self._format = manifest, manifest.row_format
-        self.planes = {plane.name: np.empty(plane.shape, plane.dtype) for plane in self._format.data_planes(rows)}
+        self.planes = {name: np.empty(shape, dtype) for name, shape, dtype in blocks.row_planes(self._format, rows)}
         self._filled = np.zeros(rows, bool)
 
     def put(
@@ -44,21 +47,55 @@ class TileBuffer:
             ValueError: shapes or values that no cache can hold; nothing is stored then.
         """
         n = len(tokens)
+        where = self._check_place(row, n)
+        given = {"tokens": tokens, "ids": ids, "logprobs": logprobs, "log_tail": log_tail, "tail_T": tail_T}
+        self._check_shapes(where, n, given)
+        if n:
+            self._check_values(where, given)
+        for name, values in self._encode(given).items():
+            self.planes[name][row : row + n] = values
+        self._filled[row : row + n] = True
+
+    def put_absent(self, row: int, tokens: np.ndarray) -> None:
+        """Say of rows [row, row + n) that they are not stored; of these only the tokens are kept.
+
+        Raises:
+            ValueError: the cache is not ragged, or as for `put`.
+        """
+        n = len(tokens)
+        if not self._format.ragged:
+            raise ValueError(f"tile {self.tile}: a cache that is not ragged stores every row")
+        self._check_place(row, n)
+        self._filled[row : row + n] = True
+        for name, plane in self.planes.items():
+            plane[row : row + n] = tokens if name == "tokens" else 0
+
+    def _encode(self, given: dict[str, Any]) -> dict[str, np.ndarray]:
+        """Planes of checked rows."""
+        row_format, planes = self._format, {"tokens": given["tokens"]}
+        log_tail, tail_T, logprobs = (given[name] for name in ("log_tail", "tail_T", "logprobs"))
+        if row_format.ragged:
+            count = planes["count"] = codecs.nucleus(logprobs, self._manifest.top_p)
+            log_tail = codecs.fold(log_tail, logprobs, count)
+            for column, temperature in enumerate(row_format.temperatures):
+                tail_T = tail_T.copy() if column == 0 else tail_T
+                tail_T[:, column] = codecs.fold(tail_T[:, column], logprobs, count, temperature)
+            logprobs = np.where(np.arange(row_format.top_k) < count[:, None], logprobs, -np.inf)
+            planes["ids"] = given["ids"]
+        else:
+            planes["ids_lo"], planes["ids_hi"] = codecs.split_ids(given["ids"], row_format.id_hi_bits)
+        planes["log_tail"] = log_tail
+        if row_format.temperatures:
+            planes["tail_T"] = tail_T
+        return planes | codecs.encode_values(logprobs, row_format.values)
+
+    def _check_place(self, row: int, n: int) -> str:
         where = f"tile {self.tile}, rows [{row}, {row + n})"
         if not 0 <= row <= row + n <= self.rows:
             raise ValueError(f"{where}: the tile has {self.rows} rows")
         if self._filled[row : row + n].any():
             raise ValueError(f"{where}: some of these rows are already stored")
-        given = {"tokens": tokens, "ids": ids, "logprobs": logprobs, "log_tail": log_tail, "tail_T": tail_T}
-        self._check_shapes(where, n, given)
-        if n:
-            self._check_values(where, given)
-        low, high = layout.split_ids(ids, self._format.id_hi_bits)
-        with np.errstate(over="ignore"):  # below the range of f16 a log-probability becomes -inf, as it should
-            for name, values in {**given, "ids_lo": low, "ids_hi": high}.items():
-                if name in self.planes:
-                    self.planes[name][row : row + n] = values
-        self._filled[row : row + n] = True
+        return where
 
     def _check_shapes(self, where: str, n: int, given: dict[str, np.ndarray | None]) -> None:
         top_k, temperatures = self._format.top_k, self._format.temperatures
@@ -88,13 +125,25 @@ class TileBuffer:
 
     def parts(self) -> list[bytes | memoryview]:
         """The shard file, in pieces."""
-        data = [self.planes[plane.name] for plane in self._format.data_planes(self.rows)]
+        row_format = self._format
+        pieces, sums = [], []
+        if row_format.blocked:
+            compressor = blocks.compressor(row_format)
+            for start in range(0, self.rows, layout.BLOCK_ROWS):
+                rows = {name: plane[start : start + layout.BLOCK_ROWS] for name, plane in self.planes.items()}
+                pieces.append(blocks.pack(rows, row_format, compressor))
+                sums.append(xxhash.xxh3_64_intdigest(pieces[-1], seed=self.first_row + start))
+            pieces.insert(0, np.cumsum([0, *map(len, pieces)], dtype="<u8").tobytes())
+        else:
+            data = [self.planes[plane.name] for plane in row_format.data_planes(self.rows)]
+            sums = layout.block_checksums(data, self.first_row)
+            pieces = [memoryview(plane).cast("B") for plane in data if plane.size]
         header = layout.shard_header(
-            self._format,
+            row_format,
             tile=self.tile,
             first_row=self.first_row,
             rows=self.rows,
             manifest_digest=self._manifest.digest(),
+            blocks_bytes=sum(map(len, pieces[1:])) if row_format.blocked else 0,
         )
-        sums = layout.block_checksums(data, self.first_row)
-        return [header, *(memoryview(plane).cast("B") for plane in (sums, *data) if plane.size)]
+        return [header, np.array(sums, "<u8").tobytes(), *pieces]

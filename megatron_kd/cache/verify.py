@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from tqdm import tqdm
 
 from megatron_kd.cache import layout
 from megatron_kd.cache.corpus import UnitSource, unit_table_digest
 from megatron_kd.cache.errors import CacheError
-from megatron_kd.cache.files import FOLDERS, digest_bytes, iter_file
+from megatron_kd.cache.files import FOLDERS, digest_bytes
 from megatron_kd.cache.manifest import Manifest, expect
-from megatron_kd.cache.reader import Rows, check_echo, check_seal, load_cache, open_shard
-from megatron_kd.cache.shard import Shard
+from megatron_kd.cache.reader import Rows, check_echo, check_seal, decode, load_cache, open_shard
 from megatron_kd.cache.writer import read_commit
 
 LEVELS = ("commits", "header", "checksums", "tokens", "teacher")
@@ -174,22 +172,18 @@ def _check_tile(
 ) -> None:
     with open_shard(path, manifest, tiles, tile) as shard:
         if depth >= 2:
-            shard.verify_blocks()
-            _check_digest(shard, read_commit(path, tile, manifest.digest()))
+            _check_digest(shard.path, shard.verify_blocks(), read_commit(path, tile, manifest.digest()))
         if depth >= 3:
             for start, tokens in _unit_stretches(units, tiles, tile):
                 stored = shard.read(start, len(tokens), check=False)["tokens"]
                 check_echo(stored, tokens, where=f"{shard.path}, rows from {start}")
 
 
-def _check_digest(shard: Shard, commit: dict[str, Any]) -> None:
-    state = xxhash.xxh3_128()
-    for piece in iter_file(shard.fd, commit["bytes"], str(shard.path)):
-        state.update(piece)
-    if state.hexdigest() != commit["digest"]:
+def _check_digest(path: Path, found: str, commit: dict[str, Any]) -> None:
+    if found != commit["digest"]:
         raise CacheError(
-            f"{shard.path} has digest {state.hexdigest()}, its commit record says {commit['digest']}, though all "
-            "blocks match their checksums: a checksum or the record itself was changed"
+            f"{path} has digest {found}, its commit record says {commit['digest']}, though all blocks match their "
+            "checksums: a checksum or the record itself was changed"
         )
 
 
@@ -228,10 +222,7 @@ def _check_unit(
     row = int(units.lengths[int(tiles[tile, 1]) : unit].sum())
     with open_shard(path, manifest, tiles, tile) as shard:
         planes = shard.read(row, int(units.lengths[unit]), check=True)
-    ids = np.empty(planes["ids_lo"].shape, np.int32)
-    layout.join_ids(planes["ids_lo"], planes["ids_hi"], manifest.id_hi_bits, ids)
-    stored = Rows(planes["tokens"], ids, planes["logprobs"].astype(np.float32), planes["log_tail"])
-    compare_rows(stored, recompute(unit), where=f"{units.kind} {unit}")
+    compare_rows(decode(planes, manifest.row_format), recompute(unit), where=f"{units.kind} {unit}")
 
 
 def compare_rows(stored: Rows, fresh: dict[str, np.ndarray], *, where: str) -> None:

@@ -6,8 +6,9 @@ import time
 import numpy as np
 
 from megatron_kd.cache import CacheReader, CacheWriter, Corpus, make_manifest
+from megatron_kd.cache.codecs import split_ids
 from megatron_kd.cache.files import encode_record
-from megatron_kd.cache.layout import BLOCK_ROWS, block_checksums, plane_offsets, shard_header, split_ids
+from megatron_kd.cache.layout import BLOCK_ROWS, block_checksums, plane_offsets, shard_header
 from megatron_kd.cache.manifest import Manifest
 from megatron_kd.cache.writer import seal_record
 from tests.cache.conftest import teacher_rows

@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from megatron_kd.cache import CacheReader, CacheWriter, DocumentUnits, Incomplete, ServeError, SpanError, make_manifest
-from megatron_kd.cache.layout import join_ids, split_ids
+from megatron_kd.cache.codecs import join_ids, split_ids
 from tests.cache.conftest import SUPPORT, VOCAB, build, fill, random_documents, teacher_rows, unit_tokens, write_corpus
 
 

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One block of a blocked shard: rows to bytes and back, as `layout` specifies.
+
+In: planes of up to 512 rows, with all K entries a row. Out: the stored bytes, and the same planes again. Costs one
+payload of memory (222 kB at K=100); unpacking takes about 0.8 microseconds a row on one core, most of it zstd.
+"""
+
+import numpy as np
+import zstandard
+
+from megatron_kd.cache.codecs import ABSENT, join_ids, split_ids
+from megatron_kd.cache.layout import RowFormat
+
+LEVEL = 1
+"""zstd level that blocks are written with; after the rearrangement higher ones gain nothing. Readers take any."""
+_NO_MASS = {"f16": -np.inf, "f32": -np.inf, "u8": 255}
+
+
+class BadBlock(ValueError):
+    """Bytes that no writer makes."""
+
+
+class Scratch:
+    """Buffers of one thread, used again: what `take` returned is overwritten when that name is taken next."""
+
+    def __init__(self):
+        self._buffers: dict[str, np.ndarray] = {}
+        self.decompressor = zstandard.ZstdDecompressor()
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
+        """An array with undefined content."""
+        dtype = np.dtype(dtype)
+        size = dtype.itemsize
+        for extent in shape:
+            size *= extent
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < size:
+            buffer = self._buffers[name] = np.empty(size, np.uint8)
+        return buffer[:size].view(dtype).reshape(shape)
+
+
+def row_planes(row_format: RowFormat, rows: int) -> list[tuple[str, tuple[int, ...], np.dtype]]:
+    """Planes of rows in memory: as stored, but for whole `ids` i32 [rows, K] in a ragged cache."""
+    planes = [(plane.name, plane.shape, plane.dtype) for plane in row_format.data_planes(rows)]
+    if row_format.ragged:
+        planes = [plane for plane in planes if plane[0] not in ("ids_lo", "ids_hi")]
+        planes.append(("ids", (rows, row_format.top_k), np.dtype(np.int32)))
+    return planes
+
+
+def pack(planes: dict[str, np.ndarray], row_format: RowFormat, compressor: zstandard.ZstdCompressor | None) -> bytes:
+    """The stored bytes of a block.
+
+    Args:
+        planes: as `row_planes` describes, [n, ...].
+        row_format: of the cache.
+        compressor: for codec `zstd`; `compressor()` makes it.
+    """
+    if row_format.ragged:
+        kept = np.arange(row_format.top_k) < planes["count"][:, None]
+        low, high = split_ids(planes["ids"][kept][None], row_format.id_hi_bits)
+        planes = planes | {"logprobs": planes["logprobs"][kept], "ids_lo": low, "ids_hi": high}
+    parts = []
+    for plane in row_format.data_planes(1):
+        items = np.ascontiguousarray(planes[plane.name]).reshape(-1)
+        if compressor is not None:
+            items = _rearrange(plane.name, items)
+        parts.append(items.tobytes())
+    payload = b"".join(parts)
+    return payload if compressor is None else compressor.compress(payload)
+
+
+def compressor(row_format: RowFormat) -> zstandard.ZstdCompressor | None:
+    """What `pack` needs; None for codec `raw`."""
+    return zstandard.ZstdCompressor(level=LEVEL) if row_format.codec == "zstd" else None
+
+
+def _rearrange(name: str, items: np.ndarray) -> np.ndarray:
+    if name == "logprobs":
+        whole = items.view(f"<u{items.itemsize}")
+        items = whole.copy()
+        items[1:] -= whole[:-1]
+    if items.itemsize > 1 and name != "ids_lo":
+        items = np.ascontiguousarray(items.view(np.uint8).reshape(-1, items.itemsize).T)
+    return items
+
+
+def unpack(data: memoryview, row_format: RowFormat, out: dict[str, np.ndarray], scratch: Scratch) -> None:
+    """Fill the planes `out` (see `row_planes`; contiguous, all of the same n rows) from a block's stored bytes.
+
+    Raises:
+        BadBlock: the bytes are not a block of n rows.
+    """
+    rows = len(out["tokens"])
+    largest = rows * row_format.bytes_per_row
+    if row_format.codec == "zstd":
+        data = _decompress(data, largest, scratch)
+    payload = _Payload(data, row_format.codec == "zstd", scratch)
+    if not row_format.ragged:
+        for plane in row_format.data_planes(rows):
+            payload.fill(plane.name, out[plane.name].reshape(-1))
+    else:
+        _unpack_ragged(payload, row_format, rows, out)
+    if payload.left:
+        raise BadBlock(f"{payload.left} bytes are left over")
+
+
+def _unpack_ragged(payload: "_Payload", row_format: RowFormat, rows: int, out: dict[str, np.ndarray]) -> None:
+    payload.fill("count", out["count"])
+    if rows and out["count"].max() > row_format.top_k:
+        raise BadBlock(f"a row has {out['count'].max()} entries, more than {row_format.top_k}")
+    entries = int(out["count"].sum(dtype=np.int64))
+    sizes = {"logprobs": entries, "ids_lo": entries, "ids_hi": row_format.id_hi_bytes(entries)}
+    flat = {}
+    for plane in row_format.data_planes(rows)[1:]:
+        if plane.name in sizes:
+            target = payload.scratch.take(plane.name + "/entries", (sizes[plane.name],), plane.dtype)
+            flat[plane.name] = target
+        else:
+            target = out[plane.name].reshape(-1)
+        payload.fill(plane.name, target)
+    ids = payload.scratch.take("ids/entries", (1, entries), np.int32)
+    join_ids(flat["ids_lo"][None], flat["ids_hi"][None], row_format.id_hi_bits, ids)
+    kept = np.arange(row_format.top_k) < out["count"][:, None]
+    for name, fill, values in (
+        ("logprobs", _NO_MASS[row_format.values], flat["logprobs"]),
+        ("ids", ABSENT, ids[0]),
+    ):
+        out[name].fill(fill)
+        out[name][kept] = values
+
+
+def _decompress(frame: memoryview, largest: int, scratch: Scratch) -> memoryview:
+    """Content of a zstd frame; what it says of its own size is checked before memory is taken."""
+    try:
+        stated = zstandard.get_frame_parameters(frame)
+        if stated.content_size > largest or stated.window_size > 2 * largest + 1024:
+            raise BadBlock(f"its zstd frame states {stated.content_size} bytes, more than {largest}")
+        if stated.content_size == 0:
+            raise BadBlock("its zstd frame is empty or states no size")
+        return memoryview(scratch.decompressor.decompress(frame, max_output_size=largest, allow_extra_data=False))
+    except zstandard.ZstdError as error:
+        raise BadBlock(f"it is not a zstd frame: {error}") from error
+
+
+class _Payload:
+    """The planes of a payload, taken off one after the other."""
+
+    def __init__(self, data: memoryview, rearranged: bool, scratch: Scratch):
+        self._data, self._rearranged, self._at, self.scratch = data, rearranged, 0, scratch
+
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._at
+
+    def fill(self, name: str, out: np.ndarray) -> None:
+        """Fill the flat array `out` from the next `out.nbytes` bytes."""
+        if out.nbytes > self.left:
+            raise BadBlock(f"{name} needs {out.nbytes} bytes, {self.left} are there")
+        stored = np.frombuffer(self._data, np.uint8, out.nbytes, self._at)
+        self._at += out.nbytes
+        if not self._rearranged:
+            out.view(np.uint8)[:] = stored
+            return
+        if out.itemsize == 1 or name == "ids_lo":
+            merged = stored.view(out.dtype)
+        else:
+            merged = self._merge(name, stored.reshape(out.itemsize, -1), out)
+        if name == "logprobs":
+            whole = f"<u{out.itemsize}"
+            np.add.accumulate(merged.view(whole), out=out.view(whole))
+        elif merged is not out:
+            np.copyto(out, merged)
+
+    def _merge(self, name: str, runs: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Items from runs of their bytes, [itemsize, m]; two bytes the fast way, and not in `out` but in scratch."""
+        if name != "logprobs" or out.itemsize != 2:
+            out.view(np.uint8).reshape(-1, out.itemsize)[...] = runs.T
+            return out
+        merged = self.scratch.take("merged", out.shape, "<u2")
+        np.copyto(merged, runs[1])
+        np.left_shift(merged, 8, out=merged)
+        np.bitwise_or(merged, runs[0], out=merged)
+        return merged
