@@ -85,7 +85,7 @@ def _run(argv: Sequence[str] | None) -> int:
     args, rest = parser.parse_known_args(argv)
     if rest and not getattr(args, "takes_overrides", False):
         parser.error(f"unexpected argument {rest[0]!r}.")
-    args.overrides = rest
+    args.overrides, args.argv = rest, list(sys.argv[1:] if argv is None else argv)
     try:
         return args.run(args) or 0
     except UserError as error:

@@ -35,7 +35,7 @@ from megatron_kd.errors import ConfigError
 from megatron_kd.loss import TeacherRows, VocabShard, fused_linear_topk
 from megatron_kd.loss.matmul import logits_into
 from megatron_kd.teacher.errors import TeacherError, implausible_if_not_finite
-from megatron_kd.teacher.model import load_tokenizer_identity, weights_digest
+from megatron_kd.teacher.huggingface import load_tokenizer_identity, weights_digest
 
 logger = logging.getLogger(__name__)
 

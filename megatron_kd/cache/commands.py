@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-kd cache build | info | verify | repair`: arguments, and what is printed.
+"""`megatron-kd cache build | info | verify | repair | copy | import`: arguments, and what is printed.
 
 In: the command line. Out: text and an exit status. Torch and transformers are imported only when a teacher has to run.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_kd.cache import transfer_commands as transfer
 from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits, UnitSource
 from megatron_kd.cache.errors import CacheError, printable
 from megatron_kd.cache.manifest import Manifest, differences, expect, load_manifest
@@ -37,6 +38,11 @@ examples:
 
   # a trial on the first 100 documents
   megatron-kd cache build --teacher ./gpt-oss-20b --corpus data/train_text_document --out caches/trial --limit 100
+
+  # GPT-OSS 120B over the GPUs of a node
+  srun --ntasks 8 megatron-kd cache build --engine megatron --teacher openai/gpt-oss-120b --dtype bfloat16 \\
+      --corpus data/train_text_document --out caches/train \\
+      model.tensor_model_parallel_size=8 model.sequence_parallel=true model.expert_model_parallel_size=8
 
   # eight writers under Slurm; the last one to finish seals the cache
   srun --ntasks 8 bash -c 'megatron-kd cache build ... --writer $SLURM_PROCID/$SLURM_NTASKS'
@@ -78,7 +84,7 @@ examples:
 def add_parser(subparsers: Any) -> None:
     """Register the command `cache` with its sub-commands on an argparse sub-parsers object."""
     cache = _parser(subparsers, "cache", "Build, inspect and check a teacher cache.")
-    commands = cache.add_subparsers(metavar="build | info | verify | repair", required=True)
+    commands = cache.add_subparsers(metavar="build | info | verify | repair | copy | import", required=True)
     _add_build(_parser(commands, "build", "Run the teacher over a corpus and store its top K with the tail mass."))
     info = _parser(commands, "info", "Show what a cache was built from, its size, and how far it is.")
     info.add_argument("cache", type=Path, nargs="?", help="cache folder")
@@ -87,6 +93,8 @@ def add_parser(subparsers: Any) -> None:
     info.set_defaults(run=run_info)
     _add_verify(_parser(commands, "verify", "Check a cache; the level says how deep."))
     _add_repair(_parser(commands, "repair", "Compute the bad tiles of a cache again, and only those."))
+    transfer.add_copy(_parser(commands, "copy", "Copy a sealed cache, checking every byte."))
+    transfer.add_import(_parser(commands, "import", "Make a cache of what another program computed."), _positive)
 
 
 def _parser(subparsers: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -94,12 +102,12 @@ def _parser(subparsers: Any, name: str, text: str) -> argparse.ArgumentParser:
         name,
         help=text[0].lower() + text[1:].rstrip("."),
         description=text,
-        epilog=_EXAMPLES[name],
+        epilog=(_EXAMPLES | transfer.EXAMPLES)[name],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 
-def _add_teacher_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def _add_teacher_options(parser: argparse.ArgumentParser, *, required: bool) -> Any:
     group = parser.add_argument_group("teacher")
     group.add_argument("--teacher", required=required, metavar="MODEL", help="folder, or name on the Hugging Face hub")
     group.add_argument("--gguf-file", metavar="NAME", help="load this GGUF file from the teacher's folder")
@@ -108,14 +116,31 @@ def _add_teacher_options(parser: argparse.ArgumentParser, *, required: bool) -> 
     group.add_argument("--vocab-size", type=_positive, metavar="N", help="real vocabulary, if there is no tokenizer")
     group.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
     group.add_argument("--device", help="default: cuda if there is one")
+    return group
 
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--corpus", required=True, metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx"
+        "--config-file",
+        type=Path,
+        metavar="YAML",
+        help="options by name, `top_k: 50`; the command line overrides them. A section `model:` is for --engine "
+        "megatron",
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="cache folder; made, or continued")
-    _add_teacher_options(parser, required=True)
+    parser.add_argument("--corpus", metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="cache folder; made, or continued")
+    group = _add_teacher_options(parser, required=False)
+    group.add_argument(
+        "--engine",
+        choices=["transformers", "megatron"],
+        default="transformers",
+        help="one process (default), or a Megatron model over all ranks that were started; its settings are arguments "
+        "such as model.tensor_model_parallel_size=8",
+    )
+    group.add_argument("--checkpoint", metavar="DIR", help="Megatron checkpoint with the teacher's weights")
+    group.add_argument(
+        "--cpu-ranks", type=_positive, metavar="N", help="run the Megatron teacher on N CPU ranks of this machine"
+    )
     group = parser.add_argument_group("what is stored")
     group.add_argument("--top-k", type=_positive, default=100, metavar="K", help="entries a token (default 100)")
     group.add_argument(
@@ -154,7 +179,10 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         help="build even if the teacher predicts the corpus no better than chance",
     )
     group.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
-    parser.set_defaults(run=run_build)
+    group.add_argument(
+        "--dry-run", action="store_true", help="load and check the teacher, say how large and how long, write nothing"
+    )
+    parser.set_defaults(run=run_build, parser=parser, takes_overrides=True, overrides=[])
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -206,35 +234,17 @@ def _teacher_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_build(args: argparse.Namespace) -> int:
     """`cache build`. Returns 130 if interrupted."""
-    units = DocumentUnits(Corpus(args.corpus))
-    from megatron_kd.teacher.huggingface import build_cache
+    from megatron_kd.teacher.commands import run_build
 
     try:
-        build_cache(
-            args.teacher,
-            units,
-            args.out,
-            top_k=args.top_k,
-            temperatures=args.temperature,
-            values=args.values,
-            tile_tokens=args.tile_tokens,
-            batch_tokens=args.batch_tokens,
-            strip_tokens=args.strip_tokens,
-            max_context=args.max_context,
-            window=args.window,
-            stride=args.stride,
-            limit=args.limit,
-            writer=args.writer,
-            accept_teacher_loss=args.accept_teacher_loss,
-            progress=args.progress,
-            **_teacher_options(args),
-        )
+        made = run_build(args)
     except KeyboardInterrupt:
         print("\nStopped. What was committed is kept; the same command continues.")
-        if (args.out / "manifest.json").exists():
+        if args.out is not None and (args.out / "manifest.json").exists():
             _print_info(describe(args.out))
         return 130
-    _print_info(describe(args.out))
+    if made is not None:
+        _print_info(describe(made))
     return 0
 
 
@@ -351,7 +361,7 @@ def _recompute(args: argparse.Namespace, units: UnitSource) -> Callable[[int], d
     """A function that computes one unit's rows again with --teacher."""
     if args.teacher is None:
         raise CacheError("level teacher computes some units again; name the model with --teacher")
-    from megatron_kd.teacher.huggingface import unit_rows
+    from megatron_kd.teacher.passes import unit_rows
 
     teacher, manifest = _teacher_of(args)
     return lambda unit: unit_rows(teacher, units, unit, manifest)
@@ -362,7 +372,7 @@ def _compute(args: argparse.Namespace, units: UnitSource) -> Callable[[CacheWrit
     from tqdm import tqdm
 
     def compute(writer: CacheWriter, todo: list[int]) -> None:
-        from megatron_kd.teacher.huggingface import teacher_rows
+        from megatron_kd.teacher.passes import teacher_rows
 
         teacher, manifest = _teacher_of(args)
         for tile in tqdm(todo, unit="tile", desc="repair", disable=not args.progress):
@@ -376,7 +386,7 @@ def _compute(args: argparse.Namespace, units: UnitSource) -> Callable[[CacheWrit
 
 def _teacher_of(args: argparse.Namespace) -> tuple[Any, Manifest]:
     """The model that --teacher names, if it is the cache's, and the cache's manifest."""
-    from megatron_kd.teacher.model import HuggingFaceTeacher
+    from megatron_kd.teacher.huggingface import HuggingFaceTeacher
 
     manifest = load_manifest(args.cache)
     teacher = HuggingFaceTeacher.load(args.teacher, **_teacher_options(args))

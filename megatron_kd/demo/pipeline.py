@@ -144,7 +144,7 @@ def _corpus(stages: Stages, settings: Settings, teacher: Done, text: Path | None
 def _cache(stages: Stages, settings: Settings, teacher: Done, corpus: Done) -> Done:
     def make(folder: Path) -> dict[str, Any]:
         from megatron_kd.cache import Corpus, DocumentUnits
-        from megatron_kd.teacher.huggingface import build_cache
+        from megatron_kd.teacher.build import build_cache
 
         units = DocumentUnits(Corpus(corpus.folder / TRAIN))
         out = build_cache(teacher.folder, units, folder / "cache", top_k=settings.top_k, batch_tokens=2048)

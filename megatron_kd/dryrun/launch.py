@@ -24,6 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_kd.errors import UserError
+
 _PRELOAD = ["megatron_kd.dryrun.preload"]
 _LOG_LINES_SHOWN = 30
 _SECONDS_TO_LEAVE = 10
@@ -31,11 +33,14 @@ _SET_BY_PRELOAD = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CO
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or did not finish in time. `rank` says which; the message has its traceback and last log."""
+    """A rank raised, died or did not finish in time. `rank` says which; the message has its traceback and last log.
 
-    def __init__(self, rank: int, reason: str) -> None:
+    `refusal` is the message of a `UserError`, if that is what it raised.
+    """
+
+    def __init__(self, rank: int, reason: str, refusal: str | None = None) -> None:
         super().__init__(f"rank {rank}: {reason}")
-        self.rank = rank
+        self.rank, self.refusal = rank, refusal
 
 
 def run_ranks(
@@ -185,7 +190,8 @@ class Ranks:
             code = self._processes[rank].exitcode
             raise RankFailed(rank, f"died with exit code {code}.{self._log_tail(rank)}") from None
         if not succeeded:
-            raise RankFailed(rank, f"raised\n{payload}Its log: {self.log_path(rank)}")
+            text, refusal = payload
+            raise RankFailed(rank, f"raised\n{text}Its log: {self.log_path(rank)}", refusal)
         return payload
 
     def _log_tail(self, rank: int) -> str:
@@ -226,9 +232,10 @@ def _rank_main(pipe: multiprocessing.connection.Connection, work: bytes, env: di
         fn, args, kwargs = pickle.loads(work)
         # By value: torch teaches multiprocessing to send handles of tensors, which die with the rank.
         message = pickle.dumps((True, _call(fn, args, kwargs)))
-    except BaseException:
+    except BaseException as error:
         print(traceback.format_exc(), file=sys.stderr)
-        message = pickle.dumps((False, traceback.format_exc()))
+        refusal = str(error) if isinstance(error, UserError) else None
+        message = pickle.dumps((False, (traceback.format_exc(), refusal)))
     with contextlib.suppress(BrokenPipeError):
         pipe.send_bytes(message)
 

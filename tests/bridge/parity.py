@@ -43,7 +43,7 @@ def sample_parity(hf: Path, corpus: Path, index_cache: Path, root: Path) -> tupl
     from megatron_kd.bridge.dataset import SampleUnits, build_datasets, keyed_datasets
     from megatron_kd.bridge.step import KDForwardStep
     from megatron_kd.bridge.train import train
-    from megatron_kd.teacher.huggingface import build_cache
+    from megatron_kd.teacher.build import build_cache
 
     write_tiny_gpt_oss(root / "teacher", seed=5)
     plain = distil_config(hf, corpus, index_cache, kd=None)

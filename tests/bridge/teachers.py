@@ -29,7 +29,7 @@ def build_all(hf: Path, corpus: Path, root: Path) -> None:
     from megatron_kd.bridge.teacher import MegatronTeacher
     from megatron_kd.cache import Corpus, DocumentUnits
     from megatron_kd.dryrun import prepare_model
-    from megatron_kd.teacher.huggingface import build_cache
+    from megatron_kd.teacher.build import build_cache
 
     torch.distributed.init_process_group("gloo")
     for name, sizes in LAYOUTS.items():

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Megatron teacher at every layout writes the cache that the Hugging Face producer writes."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_kd import dryrun
+from megatron_kd import cli, dryrun
 from megatron_kd.cache import CacheReader, Corpus, DocumentUnits
 from tests.bridge import teachers
 from tests.cache.conftest import write_corpus
@@ -21,7 +22,7 @@ def caches(tmp_path_factory) -> Path:
     rng = np.random.default_rng(0)
     lengths = [17, 1, 64, 2, 128, 33, 250, 33, 90, 5, 70, 300]
     write_corpus(root / "corpus", [rng.integers(0, VOCABULARY, length) for length in lengths])
-    from megatron_kd.teacher.huggingface import build_cache
+    from megatron_kd.teacher.build import build_cache
 
     units = DocumentUnits(Corpus(root / "corpus"))
     build_cache(hf, units, root / "transformers", accept_teacher_loss=True, progress=False, **teachers.OPTIONS)
@@ -35,9 +36,68 @@ def rows(path: Path):
     return reader.read(spans), reader.read(spans, temperature=2.0)
 
 
+@pytest.fixture
+def command(caches) -> list[str]:
+    """`cache build` with a file that says all but where to."""
+    (caches / "build.yaml").write_text(
+        f"""\
+teacher: {caches / "hf"}
+engine: megatron
+corpus: {caches / "corpus"}
+top_k: 7
+temperature: [2.0]
+values: f32
+tile_tokens: 300
+batch_tokens: 256
+accept_teacher_loss: true
+model:
+  tensor_model_parallel_size: 2
+  expert_tensor_parallel_size: 1
+"""
+    )
+    return ["cache", "build", "--config-file", str(caches / "build.yaml"), "--out", str(caches / "by-command")]
+
+
+def test_the_command_reads_a_file_and_overrides_it(caches, command, capsys):
+    assert cli.main([*command, "--cpu-ranks", "2", "--dry-run", "model.sequence_parallel=true"]) == 0
+    assert re.search(r"993 tokens in \d tiles, .*\n.* tokens/s.*\nNothing was written", capsys.readouterr().out)
+    assert not (caches / "by-command").exists()
+    assert cli.main([*command, "--cpu-ranks", "2", "--top-k", "20"]) == 0
+    assert "top 20 of 512 ids" in capsys.readouterr().out
+    assert_same(caches / "by-command", caches / "transformers")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--cpu-ranks", "1", "model.tensor_parallel=2"], "model.tensor_parallel: .* has no such setting"),
+        (["--engine", "transformers"], "model.* is for a Megatron teacher; add --engine megatron"),
+        (["kd.top_k=3"], "kd= is no setting of a teacher"),
+    ],
+)
+def test_bad_settings_are_refused(caches, command, more, message, capsys):
+    assert cli.main([*command, *more]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_bad_line_of_the_file_is_named(caches, command, capsys):
+    file = caches / "bad.yaml"
+    file.write_text("teacher: here\ntile_token: 3\n")
+    assert cli.main(["cache", "build", "--config-file", str(file)]) == 2
+    assert f"{file}:2: tile_token is no option of `cache build`. Did you mean tile_tokens?" in capsys.readouterr().err
+    file.write_text("teacher: here\n")
+    assert cli.main(["cache", "build", "--config-file", str(file)]) == 2
+    assert "--corpus is missing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("layout", teachers.LAYOUTS)
 def test_the_cache_is_that_of_transformers(caches, layout):
-    for found, expected in zip(rows(caches / layout), rows(caches / "transformers"), strict=True):
+    assert_same(caches / layout, caches / "transformers")
+
+
+def assert_same(path: Path, reference: Path) -> None:
+    """Ids equal but for near ties, log-probabilities within 1e-5, at both temperatures."""
+    for found, expected in zip(rows(path), rows(reference), strict=True):
         assert np.array_equal(found.tokens, expected.tokens)
         differ = (found.ids != expected.ids).any(1)
         near_ties = np.abs(np.diff(expected.logprobs[differ], axis=1)).min(1, initial=1) < 1e-5

@@ -10,14 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_kd.cache import BadSetting, CacheReader, CorpusError, DocumentUnits, IdentityMismatch, note_tokenizer
+from megatron_kd.cache.codecs import split_ids
 from megatron_kd.cache.commands import add_parser
-from megatron_kd.cache.layout import split_ids
 from megatron_kd.cache.manifest import Manifest
 from megatron_kd.cache.verify import verify
 from megatron_kd.cache.writer import CacheWriter
+from megatron_kd.teacher.build import build_cache
 from megatron_kd.teacher.errors import ImplausibleTeacher, TeacherError
-from megatron_kd.teacher.huggingface import build_cache, unit_rows
-from megatron_kd.teacher.model import HuggingFaceTeacher
+from megatron_kd.teacher.huggingface import HuggingFaceTeacher
+from megatron_kd.teacher.passes import unit_rows
 from tests.cache.conftest import write_corpus
 from tests.teacher.conftest import VOCAB, documents, save_llama, settings
 from tests.teacher.test_huggingface import compare, full_logprobs

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_kd.cache import CacheReader, Corpus, DocumentUnits, FirstUnits
+from megatron_kd.teacher.build import build_cache
 from megatron_kd.teacher.errors import TeacherError
-from megatron_kd.teacher.huggingface import batches, build_cache, cut_pieces
+from megatron_kd.teacher.passes import batches, cut_pieces
 from tests.cache.conftest import write_corpus
 from tests.teacher.conftest import VOCAB, documents, save_llama, settings
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_kd.cache import DocumentUnits, IdentityMismatch
 from megatron_kd.cache.verify import verify
-from megatron_kd.teacher.huggingface import build_cache
+from megatron_kd.teacher.build import build_cache
 from tests.cache.test_commands import run
 from tests.teacher.conftest import VOCAB, save_llama, settings
 from tests.teacher.test_build import shards

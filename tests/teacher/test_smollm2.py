@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_kd.cache import CacheReader, DocumentUnits, note_tokenizer, tokenizer_identity
+from megatron_kd.teacher.build import build_cache
 from megatron_kd.teacher.errors import ImplausibleTeacher
 from megatron_kd.teacher.gate import check_teacher
-from megatron_kd.teacher.huggingface import build_cache
-from megatron_kd.teacher.model import HuggingFaceTeacher
+from megatron_kd.teacher.huggingface import HuggingFaceTeacher
 from tests.cache.conftest import write_corpus
 
 
