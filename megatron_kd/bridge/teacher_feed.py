@@ -198,6 +198,7 @@ class CacheFeed:
             )
         rows, lost = self._read_rows(reader, coords, present)
         present &= ~lost
+        weight[present] *= np.isfinite(rows.logprobs[:, 0])  # a row without even one entry says: no teacher here
         echo = rows.tokens.astype(np.int64)
         echo[echo == spans.pad_token] = 0  # as GPTDataset does with its padding token
         check_echo(echo, tokens[positions][present], where=where)

@@ -80,6 +80,10 @@ class Incomplete(CacheError):
     """A tile or a cache is not complete, so it cannot be committed or sealed."""
 
 
+class ImportRefused(CacheError):
+    """What another program wrote does not say, or not well enough, what a cache has to hold."""
+
+
 class BadSetting(CacheError):
     """A setting that no cache can have."""
 

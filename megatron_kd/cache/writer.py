@@ -43,7 +43,9 @@ from megatron_kd.cache.files import (
     encode_record,
     fsync_folder,
     is_abandoned,
+    iter_file,
     node_name,
+    open_regular,
     publish,
     read_bounded,
     temporary_name,
@@ -205,20 +207,63 @@ class CacheWriter:
             raise Incomplete(f"tile {buffer.tile}: {buffer.missing} of {buffer.rows} rows were not stored")
         shard = self.shard_path(buffer.tile)
         with self._writing(f"cannot take tile {buffer.tile}"):
-            digest, size = self._publish(shard, buffer.parts(), lambda digest: self._settle(buffer.tile, digest))
+            parts = list(buffer.parts())
+            digest, size = self._publish(shard, lambda: parts, lambda digest: self._settle(buffer.tile, digest))
             self._write_commit(buffer.tile, digest, size)
 
+    def take(self, tile: int, shard: Path, wanted: str) -> None:
+        """Copy a tile's shard from another place and commit it.
+
+        Args:
+            tile: number of the tile.
+            shard: the file.
+            wanted: its digest; a copy that differs is made once more, then refused.
+
+        Raises:
+            CorruptFile: the file there is not what its commit record says.
+        """
+
+        def check(digest: str) -> None:
+            if digest != wanted:
+                raise CorruptFile(f"{shard} has digest {digest}, its commit record says {wanted}: it is damaged there")
+
+        fd = open_regular(shard)
+        try:
+            size = os.fstat(fd).st_size
+            with self._writing(f"cannot take tile {tile}"):
+                for last in (False, True):
+                    try:
+                        self._publish(
+                            self.shard_path(tile),
+                            lambda: iter_file(fd, size, str(shard)),
+                            lambda digest: self._settle(tile, digest),
+                            check,
+                        )
+                        break
+                    except CorruptFile:
+                        if last:
+                            raise
+                self._write_commit(tile, wanted, size)
+        finally:
+            os.close(fd)
+
     def _publish(
-        self, target: Path, parts: Iterable[bytes | memoryview], settle: Callable[[str], bool]
+        self,
+        target: Path,
+        parts: Callable[[], Iterable[bytes | memoryview]],
+        settle: Callable[[str], bool],
+        check: Callable[[str], None] | None = None,
     ) -> tuple[str, int]:
         """Write a file and give it its name; its digest and size.
 
         Where the name is taken, `settle(digest)` says True if what is there will do, False to try again, or raises.
+        `check(digest)` may raise before the name is given.
         """
-        parts = list(parts)
         while True:
-            temporary, digest, size = write_temporary(self.path / "tmp", target.name, parts)
+            temporary, digest, size = write_temporary(self.path / "tmp", target.name, parts())
             try:
+                if check is not None:
+                    check(digest)
                 while not publish(temporary, target) and not settle(digest):
                     pass
                 return digest, size
@@ -288,7 +333,7 @@ class CacheWriter:
             },
         }
         self._publish(
-            self.commit_path(tile), [encode_record(record)], lambda _: self._settle_commit(tile, digest, size)
+            self.commit_path(tile), lambda: [encode_record(record)], lambda _: self._settle_commit(tile, digest, size)
         )
 
     def _settle_commit(self, tile: int, digest: str, size: int) -> bool:
@@ -370,7 +415,7 @@ class CacheWriter:
             return False
 
         if not (path.exists() and settle("")):
-            self._publish(path, [data], settle)
+            self._publish(path, lambda: [data], settle)
 
 
 def _remove(folder: Path) -> None:
