@@ -69,6 +69,16 @@ def _other_dataset(cfg: ConfigContainer) -> str | None:
     return None if kind in (GPTDatasetConfig, MockGPTDatasetConfig) else f"dataset {kind.__name__}"
 
 
+def _confused_stages(cfg: ConfigContainer) -> str | None:
+    """Of a batch of messages, Megatron tells those to the stage before and after apart by rank: at PP=2 it cannot."""
+    model = cfg.model
+    if not model.virtual_pipeline_model_parallel_size or model.pipeline_model_parallel_size != 2:
+        return None
+    if cfg.comm_overlap is not None or (model.overlap_p2p_comm and not model.batch_p2p_comm):
+        return None
+    return f"model.virtual_pipeline_model_parallel_size={model.virtual_pipeline_model_parallel_size} on 2 stages"
+
+
 _SCHEDULE_PLAN = "false: it needs a schedule plan (return_schedule_plan)"
 _OWN_WGRAD = "false: the loss computes the head's weight gradient itself"
 _WHOLE_HEAD = "false: the head's weight must be whole on its rank"
@@ -76,7 +86,7 @@ _UNSUPPORTED: tuple[tuple[_Finder, str], ...] = (
     (_other_model, "a GPT model provider"),
     (_other_dataset, "GPTDatasetConfig, as pre-training recipes have; SFT and packed sequences are not supported yet"),
     (_on("model", "mtp_num_layers", off=(None, 0)), "null: multi-token prediction has heads of its own"),
-    (_on("model", "virtual_pipeline_model_parallel_size", off=(None, 1)), "null"),
+    (_confused_stages, "model.overlap_p2p_comm=true with model.batch_p2p_comm=false, or a comm_overlap section"),
     (_on("model", "overlap_moe_expert_parallel_comm"), _SCHEDULE_PLAN),
     (_on("comm_overlap", "overlap_moe_expert_parallel_comm"), _SCHEDULE_PLAN),
     (_on("model", "defer_embedding_wgrad_compute"), _OWN_WGRAD),

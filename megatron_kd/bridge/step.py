@@ -19,7 +19,7 @@ from megatron.bridge.training.state import GlobalState
 from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.rerun_state_machine import RerunDataIterator
-from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.core.utils import get_batch_on_this_cp_rank, unwrap_model
 
 from megatron_kd.bridge.config import KDConfig
 from megatron_kd.bridge.dataset import KEY
@@ -55,15 +55,16 @@ class KDForwardStep:
         """
         groups = get_pg_collection(model)
         output = DivergenceOutput(self.kd, self.feed.vocab_size)
-        needs_teacher = is_pp_last_stage(groups.pp)
+        last_stage = is_pp_last_stage(groups.pp)
+        last_chunk = last_stage and unwrap_model(model).post_process
 
         def keep_rows(batch: dict[str, Any]) -> None:
             output.teacher = self.feed.take(batch)
 
-        if needs_teacher:
+        if last_stage:
             self.feed.partition = partial(cp_positions, group=groups.cp)
             look_ahead(data_iterator, self.feed)
-        batches = WithoutKey(data_iterator, keep_rows if needs_teacher else None)
+        batches = WithoutKey(data_iterator, keep_rows if last_chunk else None)
         tensor, _ = gpt_step.forward_step(state, batches, WithProcessor(model, output), return_schedule_plan)
         rerun = state.cfg.rerun_state_machine
         return tensor, partial(
@@ -129,7 +130,9 @@ def reported_loss(
 
 
 def look_ahead(data_iterator: RerunDataIterator, feed: TeacherFeed) -> None:
-    """Put the reader's look-ahead under Bridge's rerun iterator, once."""
+    """Put the reader's look-ahead under Bridge's rerun iterator, once. The chunks of a stage share one by a cache."""
+    shared = getattr(data_iterator, "cache", None)
+    data_iterator = data_iterator if shared is None else shared.iterator
     if feed.read_ahead and not isinstance(data_iterator.iterable, LookAhead):
         data_iterator.iterable = LookAhead(data_iterator.iterable, feed)
 

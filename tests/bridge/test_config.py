@@ -252,7 +252,6 @@ def test_every_misspelt_key_meets_its_neighbour():
 
 UNSUPPORTED = {
     "model.mtp_num_layers=1": "model.mtp_num_layers=1",
-    "model.virtual_pipeline_model_parallel_size=2": "model.virtual_pipeline_model_parallel_size=2",
     "model.overlap_moe_expert_parallel_comm=true": "model.overlap_moe_expert_parallel_comm=True",
     "model.cuda_graph_impl=local": "model.cuda_graph_impl='local'",
     "model.fp8_output_proj=true": "model.fp8_output_proj=True",
@@ -281,6 +280,10 @@ MISFITS = {
     ("kd.cache=null",): (8, ["kd.cache is not set", "kd: null"]),
     ("kd.divergence=forward_lk",): (8, ["kd.divergence='forward_lk' is not known", "forward_kl"]),
     ("kd.divergence=os:system",): (8, ["kd.divergence='os:system'", "allowlist"]),
+    ("model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2", "comm_overlap=null"): (
+        8,
+        ["model.virtual_pipeline_model_parallel_size=2 on 2 stages", "model.overlap_p2p_comm=true"],
+    ),
     ("model.num_attention_heads=10",): (8, ["num_attention_heads (10)", "tensor_model_parallel_size (4)"]),
     ("ddp.grad_reduce_in_fp32=false",): (
         8,

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_kd.dryrun import RankFailed, run_ranks
 from tests.bridge.loop import distil, distil_damaged, next_loss_of_export
+from tests.dryrun.tiny import write_tiny_gpt_oss
 
 LAYOUTS = {
     "TP=2+SP": ({"tp": 2}, 2),
@@ -47,6 +48,18 @@ def test_every_layout_trains_alike_with_the_fused_and_the_dense_loss(world, dens
     dense = steps(world, world_size, kd={"loss": "dense"}, **parallel)
     np.testing.assert_allclose(fused, dense, atol=1e-4, rtol=0)
     np.testing.assert_allclose(fused, dense_on_one_rank, atol=1e-4, rtol=0)
+
+
+def test_interleaved_stages_train_as_one_rank(world, tmp_path):
+    """Four layers in two chunks a stage: the teacher's rows go to the last chunk of the last stage alone."""
+    deep = run_ranks(write_tiny_gpt_oss, 1, args=(tmp_path / "deep",), kwargs={"num_hidden_layers": 4})[0]
+    inputs = (deep, *world.inputs[1:])
+    kd = {"kd": {"cache": str(world.cache), "ce_weight": 0.5}, "steps": 3}
+    one, chunks = (
+        [[step[name] for name in LOSSES] for step in run_ranks(distil, ranks, args=inputs, kwargs=kd | layout)[-1]]
+        for ranks, layout in ((1, {}), (2, {"pp": 2, "vp": 2}))
+    )
+    np.testing.assert_allclose(chunks, one, atol=1e-4, rtol=0)
 
 
 def test_a_cross_entropy_run_is_the_stock_run(world):
