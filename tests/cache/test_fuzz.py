@@ -126,10 +126,16 @@ def mutations(rng: random.Random, data: bytes):
     yield b"\x80\x04\x95cos\nsystem\n(S'touch /tmp/x'\ntR."  # a pickle
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_random_damage_is_refused(small, tmp_path, name):
+@pytest.mark.parametrize(
+    "name,settings", [*((name, None) for name in FILES), (FILES[-1], {"codec": "zstd", "values": "u8", "top_p": 0.8})]
+)
+def test_random_damage_is_refused(small, tmp_path, name, settings):
     """Some 130 mutations of each kind of file: spliced, cut, repeated, deep, huge."""
-    shutil.copytree(small, tmp_path / "cache")
+    if settings is None:
+        shutil.copytree(small, tmp_path / "cache")
+    else:
+        corpus = write_corpus(tmp_path / "corpus", random_documents(9, count=4, longest=60))
+        build(tmp_path / "cache", corpus, top_k=30, tile_tokens=60, **settings)
     path = tmp_path / "cache" / name
     sound = path.read_bytes()
 
