@@ -25,6 +25,8 @@ class Scratch:
 
     def __init__(self):
         self._buffers: dict[str, np.ndarray] = {}
+        self._rows: tuple[RowFormat | None, int, dict[str, np.ndarray]] = (None, 0, {})
+        self._spare = memoryview(b"")
         self.decompressor = zstandard.ZstdDecompressor()
 
     def take(self, name: str, shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
@@ -37,6 +39,20 @@ class Scratch:
         if buffer is None or buffer.size < size:
             buffer = self._buffers[name] = np.empty(size, np.uint8)
         return buffer[:size].view(dtype).reshape(shape)
+
+    def rows(self, row_format: RowFormat, rows: int) -> dict[str, np.ndarray]:
+        """Planes of so many rows, as `row_planes` describes them."""
+        known, room, planes = self._rows
+        if known != row_format or room < rows:
+            planes = {name: np.empty(shape, dtype) for name, shape, dtype in row_planes(row_format, rows)}
+            self._rows = row_format, rows, planes
+        return planes if room == rows else {name: plane[:rows] for name, plane in planes.items()}
+
+    def spare(self, size: int) -> memoryview:
+        """Bytes that nobody looks at twice."""
+        if len(self._spare) < size:
+            self._spare = memoryview(bytearray(size))
+        return self._spare
 
 
 def row_planes(row_format: RowFormat, rows: int) -> list[tuple[str, tuple[int, ...], np.dtype]]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron_kd.cache.blocks import BadBlock, Scratch, row_planes, unpack
+from megatron_kd.cache.blocks import BadBlock, Scratch, unpack
 from megatron_kd.cache.errors import CorruptBlock, CorruptFile
 from megatron_kd.cache.files import iter_file, open_regular, parse_json, read_exact
 from megatron_kd.cache.layout import BLOCK_ROWS, RowFormat, block_count, plane_offsets, shard_header
@@ -61,6 +61,8 @@ class Shard:
         self._check_header()
         self._planes = row_format.planes(rows, blocks)
         self._offsets, size = plane_offsets(row_format, rows, len(header), blocks)
+        self._row_bytes, self._block_bound = row_format.bytes_per_row, row_format.block_bound(min(rows, BLOCK_ROWS))
+        self._row_planes = [(plane.name, plane.row_bytes, self._offsets[plane.name]) for plane in self._planes[1:]]
         if self.size != size:
             raise CorruptFile(f"{path} has {self.size} bytes; {rows} rows make {size}: it is truncated or not ours")
 
@@ -131,30 +133,41 @@ class Shard:
     ) -> dict[str, np.ndarray]:
         """Wanted rows go straight to where they are wanted, the rest of their blocks beside it; both are hashed."""
         if out is None:
-            out = {name: scratch.take(name, *rest) for name, *rest in row_planes(self.row_format, count)}
+            out = scratch.rows(self.row_format, count)
         first, end = self._extent_of_blocks(row, count) if check else (row, row + count)
-        parts = []
-        for plane in self._planes[1:]:
-            width = plane.row_bytes
-            ends = scratch.take(plane.name + "/ends", ((row - first + end - row - count) * width,), np.uint8)
-            head, tail = np.split(ends, [(row - first) * width])
-            views = [memoryview(part.reshape(-1).view(np.uint8)) for part in (head, out[plane.name], tail)]
-            self._fill(views, self._offsets[plane.name] + first * width)
-            parts.append((width, *views))
+        before, after = row - first, end - row - count
+        spare = scratch.spare((before + after) * self._row_bytes)
+        parts, at = [], 0
+        for name, width, offset in self._row_planes:
+            middle, stop = at + before * width, at + (before + after) * width
+            part = width, spare[at:middle], memoryview(out[name]).cast("B"), spare[middle:stop]
+            self._fill(part[1:] if before or after else part[2:3], offset + first * width)
+            parts.append(part)
+            at = stop
         if check:
-            stored = self._stored("checksum", first // BLOCK_ROWS, block_count(end - first))
-            for block, start in enumerate(range(first, end, BLOCK_ROWS)):
-                state = xxhash.xxh3_64(seed=self.first_row + start)
-                here = slice(max(start - row, 0), min(start + BLOCK_ROWS - row, count))
+            self._check_dense(parts, row, count, first, end)
+        return out
+
+    def _check_dense(self, parts: list[tuple], row: int, count: int, first: int, end: int) -> None:
+        """Hash the blocks of rows [first, end), of which [row, row + count) lie in the middle part of each plane."""
+        stored = self._stored("checksum", first // BLOCK_ROWS, block_count(end - first))
+        for start, wanted in zip(range(first, end, BLOCK_ROWS), stored, strict=True):
+            state = xxhash.xxh3_64(seed=self.first_row + start)
+            update, stop = state.update, start + BLOCK_ROWS
+            if start >= row and stop <= row + count:
+                low, high = start - row, stop - row
+                for width, _, body, _ in parts:
+                    update(body[low * width : high * width])
+            else:
+                low, high = max(start - row, 0), min(stop - row, count)
                 for width, head, body, tail in parts:
                     if start < row:
-                        state.update(head)
-                    state.update(body[here.start * width : here.stop * width])
-                    if start + BLOCK_ROWS > row + count:
-                        state.update(tail)
-                if state.intdigest() != stored[block]:
-                    raise self._corrupt(start // BLOCK_ROWS)
-        return out
+                        update(head)
+                    update(body[low * width : high * width])
+                    if stop > row + count:
+                        update(tail)
+            if state.intdigest() != wanted:
+                raise self._corrupt(start // BLOCK_ROWS)
 
     def _read_blocked(
         self, row: int, count: int, check: bool, out: dict[str, np.ndarray] | None, scratch: Scratch
@@ -165,7 +178,7 @@ class Shard:
         data = scratch.take("blocks", (bounds[-1] - bounds[0],), np.uint8)
         self._fill([memoryview(data)], self._offsets["blocks"] + bounds[0])
         stored = self._stored("checksum", block, blocks)
-        planes = {name: scratch.take(name, *rest) for name, *rest in row_planes(self.row_format, end - first)}
+        planes = scratch.rows(self.row_format, end - first)
         for i in range(blocks):
             piece = memoryview(data)[bounds[i] - bounds[0] : bounds[i + 1] - bounds[0]]
             rows = slice(i * BLOCK_ROWS, (i + 1) * BLOCK_ROWS)
@@ -187,15 +200,14 @@ class Shard:
         end = -(-(row + count) // BLOCK_ROWS) * BLOCK_ROWS
         return row // BLOCK_ROWS * BLOCK_ROWS, min(end, self.rows)
 
-    def _fill(self, parts: list[memoryview], offset: int) -> None:
+    def _fill(self, parts: Sequence[memoryview], offset: int) -> None:
         """Fill `parts` from consecutive bytes, in one call if the kernel gives them all."""
-        parts = [part for part in parts if len(part)]
         try:
             if os.preadv(self.fd, parts, offset) == sum(map(len, parts)):
                 return
         except OSError:
             pass  # said by the attempt that follows
-        for part in parts:
+        for part in filter(len, parts):
             read_exact(self.fd, part, offset, str(self.path))
             offset += len(part)
 
@@ -208,7 +220,7 @@ class Shard:
     def _index(self, block: int, blocks: int) -> list[int]:
         """Bounds in `blocks` of that many blocks; none is larger than a block can be."""
         bounds = self._stored("index", block, blocks + 1)
-        total, bound = self._planes[-1].nbytes, self.row_format.block_bound(BLOCK_ROWS)
+        total, bound = self._planes[-1].nbytes, self._block_bound
         ends = {0: 0, block_count(self.rows): total}
         for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
             right = start <= end <= min(start + bound, total)
