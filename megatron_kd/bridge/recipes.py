@@ -17,7 +17,11 @@ from typing import Any
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.recipes.common import _pretrain_common
-from megatron.bridge.recipes.gpt_oss.h100.gpt_oss import gpt_oss_20b_pretrain_16gpu_h100_bf16_config
+from megatron.bridge.recipes.gpt_oss.h100.gpt_oss import (
+    gpt_oss_20b_pretrain_16gpu_h100_bf16_config,
+    gpt_oss_120b_pretrain_64gpu_h100_bf16_config,
+)
+from megatron.bridge.recipes.llama.h100.llama3 import llama32_3b_pretrain_1gpu_h100_bf16_config
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
 from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
@@ -174,6 +178,28 @@ _ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
         },
         dtype="bfloat16",
     ),
+    "meta-llama/Llama-3.2-3B": lambda: LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=128256,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=28,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    ),
 }
 
 
@@ -229,13 +255,61 @@ def gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config() -> KDConfigContainer:
 
     141 GB a GPU hold the student without a pipeline, so there is no bubble.
     """
-    cfg = KDConfigContainer.wrap(gpt_oss_20b_pretrain_16gpu_h100_bf16_config(), KDConfig())
-    cfg.model.tensor_model_parallel_size = 4
-    cfg.model.sequence_parallel = True
+    return _gpt_oss(gpt_oss_20b_pretrain_16gpu_h100_bf16_config(), tensor=4, seq_length=32768)
+
+
+@recipe
+def gpt_oss_20b_pretrain_8gpu_b200_bf16_kd_config() -> KDConfigContainer:
+    """GPT-OSS 20B on one node of eight B200 at 32,768 tokens: TP=2 with sequence parallelism, EP=8, DP=4.
+
+    180 GB a GPU hold twice as many tokens' activations as an H200 does, so half the tensor parallelism will do.
+    """
+    return _gpt_oss(gpt_oss_20b_pretrain_16gpu_h100_bf16_config(), tensor=2, seq_length=32768)
+
+
+@recipe
+def gpt_oss_120b_pretrain_32gpu_h200_bf16_kd_config() -> KDConfigContainer:
+    """GPT-OSS 120B on four nodes of eight H200 at 32,768 tokens: TP=4, EP=8, both inside a node, PP=4 across, DP=2."""
+    return _gpt_oss(gpt_oss_120b_pretrain_64gpu_h100_bf16_config(), tensor=4, stages=4, seq_length=32768)
+
+
+@recipe
+def gpt_oss_120b_pretrain_32gpu_b200_bf16_kd_config() -> KDConfigContainer:
+    """GPT-OSS 120B on four nodes of eight B200: the layout of the H200, with more room for longer sequences."""
+    return gpt_oss_120b_pretrain_32gpu_h200_bf16_kd_config()
+
+
+@recipe
+def llama32_3b_pretrain_1gpu_h200_bf16_kd_config() -> KDConfigContainer:
+    """Llama 3.2 3B (3.2 billion parameters) on one H200 at 8,192 tokens, the student of Llama 3.1 8B."""
+    cfg = KDConfigContainer.wrap(llama32_3b_pretrain_1gpu_h100_bf16_config(), KDConfig())
+    cfg.model.tensor_model_parallel_size = cfg.model.context_parallel_size = 1
     cfg.model.pipeline_model_parallel_size = 1
+    cfg.model.sequence_parallel = False
+    cfg.model.seq_length = cfg.dataset.seq_length = 8192
+    cfg.tokenizer.use_tokenizer_vocab_size = False
+    cfg.train.micro_batch_size = 1
+    cfg.train.global_batch_size = 32
+    return cfg
+
+
+@recipe
+def llama32_3b_pretrain_1gpu_b200_bf16_kd_config() -> KDConfigContainer:
+    """Llama 3.2 3B on one B200 at 8,192 tokens: as on the H200, with two sequences at a time."""
+    cfg = llama32_3b_pretrain_1gpu_h200_bf16_kd_config()
+    cfg.train.micro_batch_size = 2
+    return cfg
+
+
+def _gpt_oss(cfg: ConfigContainer, *, tensor: int, stages: int = 1, seq_length: int) -> KDConfigContainer:
+    """Experts over the eight GPUs of a node, where their exchange travels on NVLink."""
+    cfg = KDConfigContainer.wrap(cfg, KDConfig())
+    cfg.model.tensor_model_parallel_size = tensor
+    cfg.model.sequence_parallel = tensor > 1
+    cfg.model.pipeline_model_parallel_size = stages
     cfg.model.expert_model_parallel_size = 8
     cfg.model.expert_tensor_parallel_size = 1
-    cfg.model.seq_length = cfg.dataset.seq_length = 32768
+    cfg.model.seq_length = cfg.dataset.seq_length = seq_length
     cfg.tokenizer.use_tokenizer_vocab_size = False
     cfg.train.micro_batch_size = 1
     cfg.train.global_batch_size = 64

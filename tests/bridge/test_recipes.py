@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes by name, without network; a student's folder in the place of the hub's model; the files of recipes/."""
 
+import hashlib
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +29,7 @@ PARAMETERS = {
     "openai/gpt-oss-20b": 20_914_757_184,
     "openai/gpt-oss-120b": 116_829_156_672,
     "meta-llama/Meta-Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
 }
 
@@ -220,20 +224,93 @@ def test_wrong_names_are_refused_with_the_nearest():
 # ---- recipes/*.yaml ----
 
 
-WORLD_SIZES = {"smollm2_demo.yaml": 3, "gpt_oss_20b_kd_8gpu_h200.yaml": 8}
+RUNS = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if "_cache_" not in path.name)
+CACHES = sorted((ROOT / "recipes").glob("*_cache_*.yaml"))
 
 
-def in_rank_yaml(path: Path, world_size: int) -> None:
+def world_size(path: Path) -> int:
+    return int(re.search(r"_(\d+)gpu_", path.name)[1]) if "gpu_" in path.name else 3
+
+
+def in_rank_yaml(paths: list[Path]) -> dict[str, Any]:
+    """Loads and checks each recipe of its real size; returns what its model takes, and its shrunk twin as a digest."""
     from megatron_kd.bridge.config import check_before_start, load_config
+    from megatron_kd.bridge.footprint import activation_bytes, count_parameters, state_bytes
 
-    cfg, values = load_config(config_file=path, overrides=["kd.cache=/cache", "dataset.data_path=/corpus"])
-    dryrun.prepare_model(cfg.model)
-    check_before_start(cfg, values, world_size=world_size)
-    assert len([*values]) > 10
-    assert cfg.checkpoint.load is None
+    found = {}
+    for path in paths:
+        cfg, values = load_config(config_file=path, overrides=["kd.cache=/cache", "dataset.data_path=/corpus"])
+        bytes_ = state_bytes(cfg, world_size(path)), activation_bytes(cfg)
+        dryrun.prepare_model(cfg.model)
+        check_before_start(cfg, values, world_size=world_size(path))
+        assert len([*values]) > 10 and cfg.checkpoint.load is None
+        parameters, model = count_parameters(cfg.model).total, cfg.model.hf_model_id
+        changes = [*dryrun.shrink(cfg), *dryrun.prepare(cfg)]
+        assert changes
+        found[path.name] = (model, parameters, *bytes_, hashlib.sha1(repr(cfg.to_dict()).encode()).hexdigest())
+    return found
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=os.path.basename)
-def test_yaml_recipes_load_and_fit_their_machine(path: Path):
-    assert len(path.read_text().splitlines()) <= 50  # one screen
-    run(in_rank_yaml, path, WORLD_SIZES[path.name])
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, Any]:
+    return run(in_rank_yaml, RUNS)
+
+
+def test_yaml_recipes_load_and_fit_their_machine(loaded):
+    assert len(loaded) == len(RUNS) >= 13
+    for name, (model, parameters, *_) in loaded.items():
+        assert parameters == PARAMETERS[model], name
+
+
+def test_yaml_recipes_fit_one_screen_and_say_what_they_take(loaded):
+    """The comment's figures are those counted, to the GB, and fit the GPU with room for the loss and for Bridge."""
+    for path in RUNS:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 54 and max(map(len, text.splitlines())) <= 119
+        if "gpu_" not in path.name:
+            continue
+        _, _, state, activations, _ = loaded[path.name]
+        comment = " ".join(re.findall(r"^# *(.*)", text, re.M))
+        said = re.search(r"weights, gradients, Adam (\d+) GB, activations (\d+) GB", comment)
+        assert (int(said[1]), int(said[2])) == (round(state / 1e9), round(activations / 1e9)), path.name
+        memory = {"h200": 141, "b200": 180}[re.search("h200|b200", path.name)[0]]
+        assert f"of {memory}" in comment and (state + activations) / 1e9 < 0.85 * memory
+        assert f"megatron-kd submit recipes/{path.name}" in comment
+
+
+def in_rank_shrunk(path: Path) -> list[dict[str, float]]:
+    from megatron_kd.bridge.commands import Request
+    from megatron_kd.bridge.rehearsal import train_shrunk
+
+    return train_shrunk(Request(None, None, path, ()), None)
+
+
+def in_rank_ranks(path: Path) -> int:
+    from megatron_kd.bridge.commands import Request
+    from megatron_kd.bridge.rehearsal import check
+
+    return check(Request(None, None, path, ()), None, world_size(path))[0]
+
+
+def test_every_yaml_recipe_trains_shrunk(loaded):
+    """Recipes whose shrunk twins are the same, setting by setting, train once."""
+    twins = {digest: ROOT / "recipes" / name for name, (*_, digest) in loaded.items()}
+    assert 3 <= len(twins) <= 8, twins
+    for path in twins.values():
+        ranks = run(in_rank_ranks, path)
+        losses = dryrun.run_ranks(in_rank_shrunk, ranks, args=(path,), env={"HF_HUB_OFFLINE": "1"})[-1]
+        assert len(losses) == 5 and all(0 < step["kd loss"] < 10 for step in losses), path.name
+
+
+@pytest.mark.parametrize("path", CACHES, ids=os.path.basename)
+def test_cache_recipes_are_options_of_cache_build(path: Path):
+    from megatron_kd.cli import build_parser
+    from megatron_kd.teacher.commands import merged
+
+    words = ["cache", "build", "--config-file", str(path), "--corpus", "/corpus", "--out", "/out"]
+    args, rest = build_parser().parse_known_args(words)
+    args.overrides, args.argv = rest, words
+    args, model = merged(args)
+    assert args.dtype == "bfloat16" and args.top_k == 100 and args.teacher in PARAMETERS
+    assert (args.engine == "megatron") == (model == {"expert_model_parallel_size": 8})
+    assert f"megatron-kd submit recipes/{path.name}" in path.read_text() and len(CACHES) == 6
