@@ -169,6 +169,36 @@ def check_bad_blocks(hf: Path, root: Path) -> dict[str, int]:
     return counts
 
 
+def check_unknown_rows(hf: Path, root: Path) -> dict[str, int]:
+    """Rows that an import marked as having no teacher lose their weight, under either policy; the others keep it."""
+    import torch
+
+    from megatron_kd.bridge.teacher_feed import CacheFeed
+    from megatron_kd.cache import CacheReader, DocumentUnits
+
+    def rows(at: np.ndarray, top_k: int) -> dict[str, np.ndarray]:
+        made, unknown = made_up_rows(at, top_k), at % 7 == 0
+        made["logprobs"][unknown], made["log_tail"][unknown] = -np.inf, 0.0
+        return made
+
+    cache = build_cache(root / "cache", DocumentUnits(write_pair_corpus(root / "corpus")), rows=rows)
+    keyed = built(hf, [root / "corpus"], root / "index", samples=20)
+    counts = {"unknown": 0, "known": 0}
+    for policy in ("raise", "mask"):
+        feed = CacheFeed([CacheReader(cache)], top_k=None, temperature=1.0, tokenizer=None, read_ahead=0,
+                         bad_blocks=policy)  # fmt: skip
+        feed.bind([keyed, None, None])
+        for index in range(len(keyed)):
+            batch = {name: value[None] for name, value in keyed[index].items() if torch.is_tensor(value)}
+            weight = feed.take(batch).token_weight[:, 0].numpy()
+            for at, axis in true_positions(keyed.dataset, index, 64):
+                unknown = axis % 7 == 0
+                assert np.array_equal(weight[at : at + len(axis)] == 0, unknown)
+                counts["unknown"] += int(unknown.sum())
+                counts["known"] += int((~unknown).sum())
+    return counts
+
+
 def check_blend(hf: Path, root: Path) -> dict[str, int]:
     """Two corpora blended: each sample's rows come from the cache of its own corpus."""
     from megatron_kd.bridge.teacher_feed import CacheFeed
