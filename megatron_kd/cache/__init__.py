@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The offline teacher cache: top-K log-probabilities and tail mass for every token of a corpus. No torch needed."""
 
-from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits, UnitSource, cut_tiles, note_tokenizer
+from megatron_kd.cache.corpus import (
+    Corpus,
+    DocumentUnits,
+    FirstUnits,
+    MaskedUnits,
+    UnitSource,
+    cut_tiles,
+    note_tokenizer,
+)
 from megatron_kd.cache.errors import (
     BadSetting,
     CacheError,
@@ -44,6 +52,7 @@ __all__ = [
     "ImportRefused",
     "Incomplete",
     "Manifest",
+    "MaskedUnits",
     "MissingShard",
     "NotACache",
     "Rows",

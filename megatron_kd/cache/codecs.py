@@ -123,12 +123,12 @@ def decode_ids(planes: dict[str, np.ndarray], row_format: RowFormat, out: np.nda
 
 
 def nucleus(logprobs: np.ndarray, top_p: float) -> np.ndarray:
-    """Entries [n] that a row keeps: as few as hold the mass `top_p`, at least one, none of them of mass 0."""
+    """Entries [n] that a row keeps: as few as hold the mass `top_p`, none of them of mass 0."""
     mass = np.exp(logprobs, dtype=np.float32)
-    kept = np.minimum(np.count_nonzero(mass, axis=1), logprobs.shape[1])
+    kept = np.count_nonzero(logprobs > -np.inf, axis=1)
     if top_p < 1:
         np.minimum(kept, 1 + np.count_nonzero(np.cumsum(mass, axis=1)[:, :-1] < np.float32(top_p), axis=1), out=kept)
-    return np.maximum(kept, 1)
+    return kept
 
 
 def fold(log_tail: np.ndarray, logprobs: np.ndarray, count: np.ndarray, temperature: float = 1.0) -> np.ndarray:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-kd cache build | info | verify | repair | copy | import`: arguments, and what is printed.
+"""`megatron-kd cache build | info | verify | repair | copy | import | bench`: arguments, and what is printed.
 
 In: the command line. Out: text and an exit status. Torch and transformers are imported only when a teacher has to run.
 """
@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_kd.cache import bench, coverage
 from megatron_kd.cache import transfer_commands as transfer
 from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits, UnitSource
 from megatron_kd.cache.errors import CacheError, printable
+from megatron_kd.cache.layout import CODECS, VALUE_DTYPES
 from megatron_kd.cache.manifest import Manifest, differences, expect, load_manifest
 from megatron_kd.cache.reader import check_seal, load_cache
 from megatron_kd.cache.repair import quarantine, repair
@@ -84,16 +86,18 @@ examples:
 def add_parser(subparsers: Any) -> None:
     """Register the command `cache` with its sub-commands on an argparse sub-parsers object."""
     cache = _parser(subparsers, "cache", "Build, inspect and check a teacher cache.")
-    commands = cache.add_subparsers(metavar="build | info | verify | repair | copy | import", required=True)
+    commands = cache.add_subparsers(metavar="build | info | verify | repair | copy | import | bench", required=True)
     _add_build(_parser(commands, "build", "Run the teacher over a corpus and store its top K with the tail mass."))
     info = _parser(commands, "info", "Show what a cache was built from, its size, and how far it is.")
     info.add_argument("cache", type=Path, nargs="?", help="cache folder")
     info.add_argument("--diff", type=Path, nargs=2, metavar=("A", "B"), help="show in which fields two caches differ")
     info.add_argument("--json", action="store_true", help="print one JSON object")
+    coverage.add_options(info)
     info.set_defaults(run=run_info)
     _add_verify(_parser(commands, "verify", "Check a cache; the level says how deep."))
     _add_repair(_parser(commands, "repair", "Compute the bad tiles of a cache again, and only those."))
     transfer.add_copy(_parser(commands, "copy", "Copy a sealed cache, checking every byte."))
+    bench.add_bench(_parser(commands, "bench", "Measure what each codec takes, loses and how fast it is."))
     transfer.add_import(_parser(commands, "import", "Make a cache of what another program computed."), _positive)
 
 
@@ -102,7 +106,7 @@ def _parser(subparsers: Any, name: str, text: str) -> argparse.ArgumentParser:
         name,
         help=text[0].lower() + text[1:].rstrip("."),
         description=text,
-        epilog=(_EXAMPLES | transfer.EXAMPLES)[name],
+        epilog=(_EXAMPLES | transfer.EXAMPLES | {"bench": bench.EXAMPLES})[name],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
@@ -152,7 +156,11 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         help="serve T besides 1; may be repeated",
     )
     group.add_argument(
-        "--values", choices=["f16", "f32"], default="f16", help="stored log-probabilities (default f16)"
+        "--values", choices=list(VALUE_DTYPES), default="f16", help="stored log-probabilities (default f16)"
+    )
+    group.add_argument("--codec", choices=CODECS, default="raw", help="zstd takes two thirds of the space")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="of the K keep no more than hold this mass (default 1)"
     )
     group.add_argument(
         "--tile-tokens", type=_positive, default=1 << 20, metavar="N", help="tokens of a shard (default 1048576)"
@@ -255,10 +263,14 @@ def run_info(args: argparse.Namespace) -> int:
     if args.cache is None:
         raise CacheError("name a cache, or two with --diff A B")
     info = describe(args.cache)
+    found = coverage.coverage(args.cache) if args.coverage or args.chart else None
     if args.json:
-        print(json.dumps(info, indent=1, sort_keys=True))
+        print(json.dumps(info | ({"coverage": found} if found else {}), indent=1, sort_keys=True))
     else:
         _print_info(info)
+        print(coverage.table(found) if found else "", end="\n" if found else "")
+    if args.chart:
+        coverage.draw(args.chart, {args.cache.name: found})
     return 0
 
 
@@ -300,7 +312,9 @@ def _print_info(info: dict[str, Any]) -> None:
         "rows": f"{rows:,} of {info['rows']:,} tokens, {tiles:,} of {info['tiles']['count']:,} tiles",
         "size": f"{size / 1e6:,.1f} MB, {size / max(rows, 1):.1f} bytes a token",
         "stored": f"top {info['top_k']} of {info['vocab_real']:,} ids ({info['vocab_padded']:,} with padding), "
-        f"{info['values']} values, temperatures {[1.0, *info['temperatures']]}",
+        f"{info['values']} values, codec {info['codec']}, "
+        + (f"top p {info['top_p']}, " if info["ragged"] else "")
+        + f"temperatures {[1.0, *info['temperatures']]}",
     }
     for name in ("teacher", "tokenizer", "corpus", "units", "context"):
         lines[name] = ", ".join(f"{key} {printable(str(value))}" for key, value in info[name].items()) or "unknown"

@@ -12,10 +12,12 @@ pointers, i64 document marks. `.bin`: the tokens, one sequence after the other. 
 import json
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 
 from megatron_kd.cache.errors import BadSetting, CorpusError
 from megatron_kd.cache.files import digest_bytes, digest_file, parse_json, read_bounded, read_exact
@@ -144,7 +146,11 @@ class UnitSource(Protocol):
     """int64 [n]: tokens of each unit."""
 
     def tokens(self, unit: int) -> np.ndarray:
-        """Token ids of one unit, [lengths[unit]]."""
+        """Token ids of one unit, [lengths[unit]].
+
+        A source may have one more method, `stored(unit)`: bool [lengths[unit]], the positions that can carry loss. Of
+        the others a cache keeps the token alone, some bytes instead of hundreds.
+        """
         ...
 
     def identity(self) -> dict[str, Any]:
@@ -189,6 +195,8 @@ class FirstUnits:
         if limit < 1:
             raise CorpusError(f"at least one unit is needed, limit is {limit}")
         self.kind, self.lengths, self._units = units.kind, units.lengths[:limit], units
+        if hasattr(units, "stored"):
+            self.stored = units.stored
 
     def tokens(self, unit: int) -> np.ndarray:
         """Token ids of one unit."""
@@ -198,6 +206,44 @@ class FirstUnits:
         """Identity of the whole source, with the number of units taken."""
         identity = self._units.identity()
         return identity | {"units": identity.get("units", {}) | {"limit": len(self.lengths)}}
+
+
+class MaskedUnits:
+    """A source of which only some positions are stored: the rest (prompts, padding) never carries loss.
+
+    Args:
+        units: the source.
+        stored: for a unit's number, bool [length]: the positions that can carry loss. Part of the identity: all masks
+            are made once for their digest.
+    """
+
+    def __init__(self, units: UnitSource, stored: Callable[[int], np.ndarray]):
+        self.kind, self.lengths, self._units, self._stored = units.kind, units.lengths, units, stored
+
+    def tokens(self, unit: int) -> np.ndarray:
+        """Token ids of one unit."""
+        return self._units.tokens(unit)
+
+    def stored(self, unit: int) -> np.ndarray:
+        """Positions of a unit that are stored, bool [length].
+
+        Raises:
+            CorpusError: the mask does not fit the unit.
+        """
+        mask = np.asarray(self._stored(unit))
+        if mask.dtype != bool or mask.shape != (self.lengths[unit],):
+            raise CorpusError(
+                f"{self.kind} {unit} has {self.lengths[unit]} tokens; its mask is {mask.dtype} {mask.shape}, not bool"
+            )
+        return mask
+
+    def identity(self) -> dict[str, Any]:
+        """Identity of the source, with the digest of all masks."""
+        state = xxhash.xxh3_128()
+        for unit in range(len(self.lengths)):
+            state.update(np.packbits(self.stored(unit)))
+        identity = self._units.identity()
+        return identity | {"units": identity.get("units", {}) | {"stored": state.hexdigest()}}
 
 
 def cut_tiles(lengths: np.ndarray, tile_tokens: int) -> np.ndarray:

@@ -54,8 +54,8 @@ class Rows(NamedTuple):
 
     @property
     def stored(self) -> np.ndarray:
-        """bool [n]: whether the cache has anything of the row but its token (false only in a ragged cache)."""
-        return self.ids[:, 0] >= 0
+        """bool [n]: whether the row says anything of the teacher; one without an entry keeps the token alone."""
+        return self.logprobs[:, 0] > -np.inf
 
 
 class CacheReader:
@@ -220,6 +220,10 @@ class CacheReader:
             if len(self._shards) > _OPEN_SHARDS:
                 self._shards.popitem(last=False)  # closed when the last thread that uses it lets go
             return shard
+
+    def shard_size(self, tile: int) -> int:
+        """Bytes of a tile's shard."""
+        return self._shard(tile).size
 
     def _decode(self, planes: dict[str, np.ndarray], out: Rows, temperature: float) -> None:
         """Fill `out` from stored planes."""

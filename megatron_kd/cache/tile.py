@@ -31,6 +31,7 @@ class TileBuffer:
         logprobs: np.ndarray,
         log_tail: np.ndarray,
         tail_T: np.ndarray | None = None,
+        stored: np.ndarray | None = None,
     ) -> None:
         """Store rows [row, row + n) of the tile.
 
@@ -42,6 +43,8 @@ class TileBuffer:
             log_tail: [n] log of the mass outside the K, -inf if none.
             tail_T: [n, temperatures] log-sum-exp over the tail of (log p) / T; required if the manifest lists
                 temperatures.
+            stored: bool [n]; of rows where it is false only the tokens are kept, and all mass is said to be outside.
+                This saves space in a ragged cache.
 
         Raises:
             ValueError: shapes or values that no cache can hold; nothing is stored then.
@@ -52,23 +55,13 @@ class TileBuffer:
         self._check_shapes(where, n, given)
         if n:
             self._check_values(where, given)
+        if stored is not None:
+            given["logprobs"] = np.where(stored[:, None], logprobs, -np.inf)
+            given["log_tail"] = np.where(stored, log_tail, 0)
+            given["tail_T"] = None if tail_T is None else np.where(stored[:, None], tail_T, 0)
         for name, values in self._encode(given).items():
             self.planes[name][row : row + n] = values
         self._filled[row : row + n] = True
-
-    def put_absent(self, row: int, tokens: np.ndarray) -> None:
-        """Say of rows [row, row + n) that they are not stored; of these only the tokens are kept.
-
-        Raises:
-            ValueError: the cache is not ragged, or as for `put`.
-        """
-        n = len(tokens)
-        if not self._format.ragged:
-            raise ValueError(f"tile {self.tile}: a cache that is not ragged stores every row")
-        self._check_place(row, n)
-        self._filled[row : row + n] = True
-        for name, plane in self.planes.items():
-            plane[row : row + n] = tokens if name == "tokens" else 0
 
     def _encode(self, given: dict[str, Any]) -> dict[str, np.ndarray]:
         """Planes of checked rows."""

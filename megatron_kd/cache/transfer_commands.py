@@ -60,7 +60,7 @@ def add_import(parser: argparse.ArgumentParser, positive: Callable[[str], int]) 
     parser.add_argument("--vocab-size", type=positive, metavar="N", help="real vocabulary (default: the corpus's)")
     parser.add_argument("--vocab-padded", type=positive, metavar="N", help="rows of the teacher's output projection")
     parser.add_argument("--top-k", type=positive, metavar="K", help="entries a token (default: all of the source)")
-    parser.add_argument("--values", choices=["f16", "f32"], default="f16", help="stored log-probabilities")
+    parser.add_argument("--values", choices=["f16", "f32", "u8"], default="f16", help="stored log-probabilities")
     parser.add_argument("--tile-tokens", type=positive, default=1 << 20, metavar="N", help="tokens of a shard")
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N documents of the corpus")
     parser.add_argument(

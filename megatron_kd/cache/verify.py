@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron_kd.cache import layout
+from megatron_kd.cache import codecs, layout
 from megatron_kd.cache.corpus import UnitSource, unit_table_digest
 from megatron_kd.cache.errors import CacheError
 from megatron_kd.cache.files import FOLDERS, digest_bytes
+from megatron_kd.cache.layout import RowFormat
 from megatron_kd.cache.manifest import Manifest, expect
 from megatron_kd.cache.reader import Rows, check_echo, check_seal, decode, load_cache, open_shard
 from megatron_kd.cache.writer import read_commit
@@ -222,11 +223,30 @@ def _check_unit(
     row = int(units.lengths[int(tiles[tile, 1]) : unit].sum())
     with open_shard(path, manifest, tiles, tile) as shard:
         planes = shard.read(row, int(units.lengths[unit]), check=True)
-    compare_rows(decode(planes, manifest.row_format), recompute(unit), where=f"{units.kind} {unit}")
+    stored = decode(planes, manifest.row_format)
+    fresh, slack = _as_stored(recompute(unit), stored, manifest.row_format)
+    compare_rows(stored, fresh, where=f"{units.kind} {unit}", slack=slack)
 
 
-def compare_rows(stored: Rows, fresh: dict[str, np.ndarray], *, where: str) -> None:
-    """Compare stored rows with recomputed ones.
+def _as_stored(
+    fresh: dict[str, np.ndarray], stored: Rows, row_format: RowFormat
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Recomputed rows with the entries that are stored, the others in the tail; and the codec's rounding [n, 1]."""
+    lowest = np.where(stored.logprobs > -np.inf, stored.logprobs, 0).min(1, keepdims=True)
+    slack = -lowest / 100 if row_format.values == "u8" else np.zeros_like(lowest)
+    if not row_format.ragged:
+        return fresh, slack
+    count = (stored.logprobs > -np.inf).sum(1)
+    kept = np.arange(row_format.top_k) < count[:, None]
+    return fresh | {
+        "ids": np.where(kept, fresh["ids"], codecs.ABSENT),
+        "logprobs": np.where(kept, fresh["logprobs"], -np.inf),
+        "log_tail": np.where(count > 0, codecs.fold(fresh["log_tail"], fresh["logprobs"], count), stored.log_tail),
+    }, slack
+
+
+def compare_rows(stored: Rows, fresh: dict[str, np.ndarray], *, where: str, slack: np.ndarray | float = 0.0) -> None:
+    """Compare stored rows with recomputed ones; `slack` [n, 1] is allowed on top.
 
     Log-probabilities are compared rank by rank, within 0.005 plus the rounding of f16, so that near ties may change
     places; an id must agree wherever both neighbours in rank are further away than that.
@@ -239,9 +259,10 @@ def compare_rows(stored: Rows, fresh: dict[str, np.ndarray], *, where: str) -> N
     again = np.concatenate([fresh["logprobs"], fresh["log_tail"][:, None]], 1).astype(np.float32)
     with np.errstate(invalid="ignore"):
         error = np.where(values == again, 0, np.abs(values - again))
-        allowed = _TEACHER_TOLERANCE + np.abs(np.where(np.isfinite(again), again, 0)) * 2.0**-10
+        allowed = slack + _TEACHER_TOLERANCE + np.abs(np.where(np.isfinite(again), again, 0)) * 2.0**-10
     wrong = ~(error <= allowed)
-    gaps = np.pad(-np.diff(stored.logprobs, axis=1), ((0, 0), (1, 0)), constant_values=np.inf)
+    with np.errstate(invalid="ignore"):  # two entries without mass
+        gaps = np.pad(-np.diff(stored.logprobs, axis=1), ((0, 0), (1, 0)), constant_values=np.inf)
     after = np.append(gaps[:, 1:], np.zeros((len(gaps), 1), np.float32), 1)  # the last one may tie with the tail
     clear = np.minimum(gaps, after) > 2 * allowed[:, :-1]
     wrong[:, :-1] |= clear & (stored.ids != fresh["ids"])

@@ -120,6 +120,8 @@ def prepare_build(
     batch_tokens: int = 8192,
     strip_tokens: int | None = None,
     values: str = "f16",
+    codec: str = "raw",
+    top_p: float = 1.0,
     max_context: int | None = None,
     window: int | None = None,
     stride: int | None = None,
@@ -138,7 +140,9 @@ def prepare_build(
         tile_tokens: target size of a tile; a killed build loses at most one per writer.
         batch_tokens: tokens of a forward pass, padding included; a longer unit goes alone.
         strip_tokens: tokens projected to the vocabulary at once.
-        values: `f16` or `f32` log-probabilities in the cache.
+        values: `f16`, `f32` or `u8` log-probabilities in the cache.
+        codec: `raw` or `zstd`.
+        top_p: a row keeps no more entries than hold this mass; 1 keeps all K.
         max_context: longest unit the teacher may see at once; default its config's.
         window, stride: allow longer units; each is read in windows of `window` tokens that advance by `stride`, which
             is half a window unless given.
@@ -168,6 +172,8 @@ def prepare_build(
         vocab_padded=teacher.vocab_padded,
         top_k=top_k,
         values=values,
+        codec=codec,
+        top_p=top_p,
         temperatures=tuple(temperatures),
         tile_tokens=tile_tokens,
         context=context,

@@ -25,6 +25,8 @@ _LOADING = {
 _BUILDING = (
     "top_k",
     "values",
+    "codec",
+    "top_p",
     "tile_tokens",
     "batch_tokens",
     "strip_tokens",

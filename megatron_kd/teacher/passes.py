@@ -101,7 +101,7 @@ def batch_rows(
         temperatures=manifest.temperatures,
         strip_tokens=strip_tokens,
     )
-    return _split(rows, batch, tokens, manifest)
+    return _split(rows, batch, tokens, units, manifest)
 
 
 def teacher_rows(
@@ -139,7 +139,7 @@ def _piece_tokens(teacher: Teacher, units: UnitSource, piece: Piece) -> np.ndarr
 
 
 def _split(
-    rows: TeacherRows, batch: list[Piece], tokens: list[np.ndarray], manifest: Manifest
+    rows: TeacherRows, batch: list[Piece], tokens: list[np.ndarray], units: UnitSource, manifest: Manifest
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     ids, logprobs, log_tail, tail_T = (x.cpu().numpy() for x in rows[:4])
     at = 0
@@ -153,5 +153,7 @@ def _split(
         }
         if manifest.temperatures:
             planes["tail_T"] = tail_T[part]
+        if hasattr(units, "stored"):
+            planes["stored"] = units.stored(piece.unit)[piece.start + piece.skip : piece.stop]
         yield piece.row, planes
         at = part.stop
