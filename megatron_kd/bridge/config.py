@@ -95,6 +95,11 @@ class KDConfig:
     bad_blocks_limit: float = 0.001
     """With `bad_blocks: mask`, the largest fraction of the caches' tokens that may lie in bad blocks."""
 
+    context: Literal["any", "exact"] = "any"
+    """What happens where a sample starts inside a document, so that the student sees less than the teacher saw: `any`
+    distils all the same, `exact` leaves these tokens out (weight 0 in the loss, cross entropy included). Their share
+    is logged as `kd cut`."""
+
     def finalize(self) -> None:
         """Checks every value; Bridge's own validation calls this too.
 

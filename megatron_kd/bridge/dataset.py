@@ -118,6 +118,16 @@ class DocumentSpans:
         length = np.clip(ds.config.sequence_length - before, 0, length)
         return np.stack([begin, length], axis=1)[length > 0]
 
+    def cut(self, spans: np.ndarray) -> int:
+        """At how many first positions of a sample the student sees less of the document than the teacher saw.
+
+        Those of a document that the sample's start cuts, all of it.
+        """
+        if not len(spans):
+            return 0
+        start, length = spans[0].tolist()
+        return 0 if self.corpus.starts[np.searchsorted(self.corpus.starts, start)] == start else length
+
 
 class SampleSpans:
     """Spans for a cache whose unit is the sample itself: sample i is rows [i·S, (i+1)·S)."""
@@ -129,6 +139,10 @@ class SampleSpans:
     def __call__(self, index: int) -> np.ndarray:
         """Spans of one sample, int64 [1, 2]."""
         return np.array([[index * self.sequence_length, self.sequence_length]], dtype=np.int64)
+
+    def cut(self, spans: np.ndarray) -> int:
+        """0: the teacher saw what the student sees."""
+        return 0
 
 
 class SampleUnits:

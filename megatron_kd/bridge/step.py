@@ -126,6 +126,10 @@ def reported_loss(
     if output.teacher.masked is not None:
         masked = output.teacher.masked.sum().to(count)
         report["kd masked"] = torch.stack([masked, masked + count]).float()
+    if output.teacher.cut is not None:
+        cut = output.teacher.cut.sum().to(count)
+        left_out = (output.teacher.cut & (output.teacher.token_weight == 0)).sum().to(count)
+        report["kd cut"] = torch.stack([cut, left_out + count]).float()
     return loss, count, report
 
 

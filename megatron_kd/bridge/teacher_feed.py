@@ -50,22 +50,26 @@ class TeacherBatch:
 
     Attributes:
         teacher: ids int32 [n, B, K], logprobs float32 [n, B, K], log_tail float32 [n, B], at the loss's temperature.
-        token_weight: float32 [n, B], the batch's loss mask; 0 where ``masked``.
+        token_weight: float32 [n, B], the batch's loss mask; 0 where ``masked``, and with ``kd.context: exact`` where
+            ``cut``.
         masked: bool [n, B], on the host: positions with loss whose rows could not be read. None if that ends the run.
+        cut: bool [n, B], on the host: positions with loss at which the student sees less than the teacher saw. None
+            if there is no teacher.
     """
 
     teacher: TopK
     token_weight: torch.Tensor
     masked: torch.Tensor | None = None
+    cut: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "TeacherBatch":
-        """A copy on ``device``, without waiting for it; ``masked`` stays on the host."""
+        """A copy on ``device``, without waiting for it; what is on the host stays there."""
         move = lambda x: x.to(device, non_blocking=True)  # noqa: E731
-        return TeacherBatch(TopK(*map(move, self.teacher)), move(self.token_weight), self.masked)
+        return TeacherBatch(TopK(*map(move, self.teacher)), move(self.token_weight), self.masked, self.cut)
 
     def without(self, masked: torch.Tensor) -> "TeacherBatch":
         """The same with the positions ``masked`` [n, B] left out of the loss."""
-        return TeacherBatch(self.teacher, self.token_weight.masked_fill(masked, 0.0), masked)
+        return TeacherBatch(self.teacher, self.token_weight.masked_fill(masked, 0.0), masked, self.cut)
 
 
 class CacheFeed:
@@ -79,6 +83,7 @@ class CacheFeed:
         read_ahead: Micro-batches read before they are asked for.
         bad_blocks: ``raise``, or ``mask`` to go on without rows that cannot be read.
         bad_blocks_limit: With ``mask``, the largest fraction of the caches' rows that may be bad.
+        context: ``any``, or ``exact`` to leave out positions at which the student sees less than the teacher saw.
 
     Raises:
         CacheError: If a cache cannot serve ``top_k`` or ``temperature``.
@@ -94,9 +99,11 @@ class CacheFeed:
         read_ahead: int,
         bad_blocks: Literal["raise", "mask"] = "raise",
         bad_blocks_limit: float = 0.0,
+        context: Literal["any", "exact"] = "any",
     ):
         self.readers = readers
         self.bad_blocks = BadBlocks(bad_blocks, bad_blocks_limit, readers)
+        self.context = context
         self.top_k = top_k
         self.temperature = temperature
         self.tokenizer = tokenizer
@@ -177,10 +184,13 @@ class CacheFeed:
                 batch[KEY].tolist(), batch["tokens"].numpy(), batch["loss_mask"].numpy(), strict=True
             )
         ]
-        ids, logprobs, log_tail, weight, lost = (
+        ids, logprobs, log_tail, weight, lost, cut = (
             torch.from_numpy(np.stack(x, axis=1)) for x in zip(*samples, strict=True)
         )
-        rows = TeacherBatch(TopK(ids, logprobs, log_tail), weight)
+        cut &= weight != 0
+        if self.context == "exact":
+            weight = weight.masked_fill(cut, 0.0)
+        rows = TeacherBatch(TopK(ids, logprobs, log_tail), weight, cut=cut)
         return rows if self.bad_blocks.policy == "raise" else rows.without(lost & (weight != 0))
 
     def _read_sample(self, split: int, index: int, tokens: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -188,7 +198,8 @@ class CacheFeed:
         part, inner = locate(dataset, index)
         reader, spans = parts[part]
         positions = self.partition(len(tokens))
-        coords = coordinates(spans(inner), len(tokens))[positions]
+        found = spans(inner)
+        coords = coordinates(found, len(tokens))[positions]
         where = f"{SPLITS[split]} sample {index} of {reader.path}"
         present = coords != ABSENT
         weight = mask[positions].astype(np.float32)
@@ -208,6 +219,7 @@ class CacheFeed:
             spread(rows.log_tail, present, 0.0),
             weight,
             lost,
+            positions < spans.cut(found),
         )
 
     def _read_rows(self, reader: CacheReader, coords: np.ndarray, present: np.ndarray) -> tuple[Rows, np.ndarray]:

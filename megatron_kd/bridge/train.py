@@ -61,6 +61,7 @@ def open_feed(cfg: KDConfigContainer) -> TeacherFeed:
         read_ahead=kd.read_ahead,
         bad_blocks=kd.bad_blocks,
         bad_blocks_limit=kd.bad_blocks_limit,
+        context=kd.context,
     )
 
 

@@ -4,6 +4,7 @@
 So a test can tell which teacher row a training position ought to meet from the batch's tokens alone.
 """
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ TEACHER = {
 }
 
 
+@cache
 def pair_sequence(letters: int = LETTERS) -> np.ndarray:
     """A de Bruijn sequence of order 2: every ordered pair of the letters stands in it once. [letters ** 2]"""
     words = []

@@ -25,6 +25,11 @@ def test_bad_blocks_lose_their_weight_up_to_a_limit_or_end_the_run(world, tmp_pa
     assert counts["masked"] > 200 and counts["kept"] > 5_000 and counts["refused"] > 10
 
 
+def test_positions_that_see_less_than_the_teacher_are_counted_and_can_be_left_out(world, tmp_path):
+    counts = on_a_rank(spans.check_context, world, tmp_path)
+    assert 2_000 < counts["cut"] < 0.9 * counts["all"]
+
+
 def test_rows_without_a_teacher_take_no_part(world, tmp_path):
     counts = on_a_rank(spans.check_unknown_rows, world, tmp_path)
     assert counts["unknown"] > 200 and counts["known"] > 1_000

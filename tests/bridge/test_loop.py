@@ -76,7 +76,7 @@ def test_a_cross_entropy_run_is_the_stock_run(world):
 
 
 def test_a_killed_run_resumes_with_the_same_losses(world, tmp_path):
-    whole = steps(world, 2, tp=2, steps=6, run_dir=tmp_path / "whole")
+    whole = steps(world, 2, tp=2, steps=6)
     with pytest.raises(RankFailed, match="exit code -9"):
         steps(world, 2, tp=2, steps=6, run_dir=tmp_path / "killed", kill_after=5)
     resumed = steps(world, 2, tp=2, steps=6, run_dir=tmp_path / "killed")
