@@ -19,6 +19,7 @@ from megatron_kd.cache.layout import CODECS, VALUE_DTYPES
 from megatron_kd.cache.manifest import Manifest, differences, expect, load_manifest
 from megatron_kd.cache.reader import check_seal, load_cache
 from megatron_kd.cache.repair import quarantine, repair
+from megatron_kd.cache.sets import LaterUnits
 from megatron_kd.cache.verify import LEVELS, verify
 from megatron_kd.cache.writer import CacheWriter, read_commit
 
@@ -166,6 +167,13 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         "--tile-tokens", type=_positive, default=1 << 20, metavar="N", help="tokens of a shard (default 1048576)"
     )
     group.add_argument("--limit", type=_positive, metavar="N", help="only the first N documents")
+    group.add_argument(
+        "--continues",
+        type=Path,
+        metavar="DIR",
+        help="cache of the corpus before it grew: only documents after those are computed; training reads both "
+        "(kd.cache=[DIR,OUT])",
+    )
     group.add_argument("--window", type=_positive, metavar="W", help="read longer documents in windows of W tokens")
     group.add_argument("--stride", type=_positive, metavar="S", help="advance windows by S tokens (default W/2)")
     group = parser.add_argument_group("how it runs")
@@ -368,6 +376,8 @@ def _units_of(args: argparse.Namespace) -> UnitSource:
             "use level checksums here, or megatron_kd.cache.verify.verify(units=...) from Python"
         )
     units = DocumentUnits(Corpus(args.corpus))
+    if "continues" in manifest.units:
+        units = LaterUnits(units, manifest.units["first"], manifest.units["continues"])
     return FirstUnits(units, manifest.units["limit"]) if "limit" in manifest.units else units
 
 

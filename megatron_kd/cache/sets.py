@@ -27,13 +27,21 @@ class LaterUnits:
 
     Args:
         units: of the grown corpus.
-        earlier: manifest of the cache of what was there before.
-
-    Raises:
-        IdentityMismatch: the corpus does not begin with the units of that cache, or has no more.
+        first: the first of them that is new.
+        continues: digest of the earlier cache's manifest.
     """
 
-    def __init__(self, units: UnitSource, earlier: Manifest):
+    def __init__(self, units: UnitSource, first: int, continues: str):
+        self.kind, self.lengths, self._units = units.kind, units.lengths[first:], units
+        self._first, self._continues = first, continues
+
+    @classmethod
+    def after(cls, units: UnitSource, earlier: Manifest) -> "LaterUnits":
+        """The units that come after those of a cache.
+
+        Raises:
+            IdentityMismatch: the corpus does not begin with the units of that cache, or has no more.
+        """
         first = earlier.units.get("first", 0) + earlier.units["count"]
         known = units.lengths[earlier.units.get("first", 0) : first]
         if units.kind != earlier.units["kind"] or unit_table_digest(known) != earlier.units["digest"]:
@@ -43,9 +51,7 @@ class LaterUnits:
             )
         if len(units.lengths) == first or not units.lengths[first:].any():
             raise IdentityMismatch(f"the corpus has no tokens after the {first} units of the cache to continue")
-        self.kind, self.lengths, self._units, self._earlier, self._first = (
-            units.kind, units.lengths[first:], units, earlier, first,
-        )  # fmt: skip
+        return cls(units, first, earlier.digest())
 
     def tokens(self, unit: int) -> np.ndarray:
         """Token ids of one unit."""
@@ -54,7 +60,7 @@ class LaterUnits:
     def identity(self) -> dict[str, Any]:
         """Identity of the grown corpus, where these units begin, and the manifest that they continue."""
         identity = self._units.identity()
-        more = {"first": self._first, "continues": self._earlier.digest()}
+        more = {"first": self._first, "continues": self._continues}
         return identity | {"units": identity.get("units", {}) | more}
 
 

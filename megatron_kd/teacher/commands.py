@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_kd.cache.corpus import Corpus, DocumentUnits
+from megatron_kd.cache.corpus import Corpus, DocumentUnits, UnitSource
+from megatron_kd.cache.manifest import load_manifest
+from megatron_kd.cache.sets import LaterUnits
 from megatron_kd.errors import ConfigError, UserError
 
 _TIMEOUT_S = 14 * 24 * 3600
@@ -123,9 +125,12 @@ def _build(
 ) -> None:
     from megatron_kd.teacher.build import prepare_build
 
+    units: UnitSource = DocumentUnits(Corpus(args.corpus))
+    if args.continues is not None:
+        units = LaterUnits.after(units, load_manifest(args.continues))
     build = prepare_build(
         teacher,
-        DocumentUnits(Corpus(args.corpus)),
+        units,
         args.out,
         temperatures=args.temperature,
         **_options(args, _BUILDING),

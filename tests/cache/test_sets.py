@@ -52,7 +52,7 @@ def test_a_grown_corpus_adds_a_cache_and_keeps_the_old_one(tmp_path, grown):
     readers = [make(tmp_path / "0", grown[0])]
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "0").rglob("*")}
     for n, units in enumerate(grown[1:], 1):
-        readers.append(make(tmp_path / str(n), LaterUnits(units, readers[-1].manifest)))
+        readers.append(make(tmp_path / str(n), LaterUnits.after(units, readers[-1].manifest)))
     whole = make(tmp_path / "whole", grown[2])
     (joined,) = combine(readers[::-1])
     assert isinstance(joined, JoinedReader) and joined.n_rows == whole.n_rows
@@ -71,7 +71,7 @@ def test_a_grown_corpus_adds_a_cache_and_keeps_the_old_one(tmp_path, grown):
 
 def test_a_bad_block_of_a_later_generation_is_named_on_the_joined_axis(tmp_path, grown):
     old = make(tmp_path / "0", grown[0])
-    new = make(tmp_path / "1", LaterUnits(grown[1], old.manifest), tile_tokens=10**6)
+    new = make(tmp_path / "1", LaterUnits.after(grown[1], old.manifest), tile_tokens=10**6)
     shard = tmp_path / "1" / "shards" / "shard-000000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
     joined = JoinedReader([old, new])
@@ -84,14 +84,14 @@ def test_a_bad_block_of_a_later_generation_is_named_on_the_joined_axis(tmp_path,
 
 def test_a_changed_corpus_or_a_missing_generation_is_refused(tmp_path, grown):
     old = make(tmp_path / "0", grown[0])
-    new = make(tmp_path / "1", LaterUnits(grown[1], old.manifest))
+    new = make(tmp_path / "1", LaterUnits.after(grown[1], old.manifest))
     with pytest.raises(IdentityMismatch, match=f"name the cache it continues too .*{old.manifest.digest()}"):
         combine([new])
     with pytest.raises(IdentityMismatch, match="no tokens after the 5 units"):
-        LaterUnits(grown[0], old.manifest)
+        LaterUnits.after(grown[0], old.manifest)
     other = DocumentUnits(write_corpus(tmp_path / "other", random_documents(3, count=9, longest=400)))
     with pytest.raises(IdentityMismatch, match="does not begin with the 5 documents"):
-        LaterUnits(other, old.manifest)
+        LaterUnits.after(other, old.manifest)
     with pytest.raises(IdentityMismatch, match="units.continues"):
         JoinedReader([make(tmp_path / "again", grown[0], top_k=29), new])
     with pytest.raises(IdentityMismatch, match="continues"):  # the joined caches are in the wrong order
