@@ -58,6 +58,33 @@ def distil(
     return recorder.steps
 
 
+def distil_evaluated(hf: Path, corpus: Path, index_cache: Path, *, kd: dict[str, Any] | None, **kwargs: Any) -> dict:
+    """Validation losses by name after two steps that change nothing (learning rate 0), on a fifth of the corpus."""
+    from megatron.bridge.training.callbacks import Callback
+
+    from megatron_kd.bridge.train import train
+
+    found = {}
+
+    class Evaluation(Callback):
+        def on_eval_end(self, context: Any) -> None:
+            found.update({name: float(value) for name, value in context.total_loss_dict.items()})
+
+    evaluate = {"eval_interval": 2, "eval_iters": 3}
+    cfg = distil_config(
+        *(hf, corpus, index_cache),
+        kd=kd,
+        steps=2,
+        optimizer__lr=0.0,
+        optimizer__min_lr=0.0,
+        **{f"validation__{name}": value for name, value in evaluate.items()},
+        **kwargs,
+    )
+    cfg.dataset.split = "80,20,0"
+    train(cfg, callbacks=[Evaluation()])
+    return found
+
+
 def distil_damaged(
     hf: Path, corpus: Path, index_cache: Path, caches: list[str], **kwargs: Any
 ) -> list[dict[str, float]]:

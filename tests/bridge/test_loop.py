@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_kd.dryrun import RankFailed, run_ranks
-from tests.bridge.loop import distil, distil_damaged, next_loss_of_export
+from tests.bridge.loop import distil, distil_damaged, distil_evaluated, next_loss_of_export
 from tests.dryrun.tiny import write_tiny_gpt_oss
 
 LAYOUTS = {
@@ -73,6 +73,19 @@ def test_a_cross_entropy_run_is_the_stock_run(world):
         np.testing.assert_allclose(
             [step[name] for step in ours[0]], [step[name] for step in stock[0]], atol=tolerance, rtol=0
         )
+
+
+def test_validation_reads_the_cache_as_well(world):
+    """The divergence of held-out samples, the same at every layout; their cross entropy is what Megatron reports."""
+
+    def evaluated(world_size=1, kd=None, **kwargs):
+        return run_ranks(distil_evaluated, world_size, args=world.inputs, kwargs={"kd": kd, **kwargs})[-1]
+
+    cached = {"cache": str(world.cache), "ce_weight": 0.5}
+    dense = evaluated(kd=cached | {"loss": "dense"})
+    fused = evaluated(2, kd=cached, tp=2)
+    assert fused["kd loss"] == pytest.approx(dense["kd loss"], abs=1e-4)
+    assert fused["lm loss"] == pytest.approx(evaluated()["lm loss"], abs=5e-3)
 
 
 def test_a_killed_run_resumes_with_the_same_losses(world, tmp_path):
