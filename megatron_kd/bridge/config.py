@@ -52,7 +52,12 @@ class KDConfig:
     """How the student learns from the teacher's cache."""
 
     cache: str | list[str] | None = None
-    """Folder of the teacher's cache, or several that together cover the corpus."""
+    """Folder of the teacher's cache, or several that together cover the corpus: of a blend's parts, of a corpus and
+    what was added to it later, of several teachers."""
+
+    cache_weights: list[float] | None = None
+    """One weight a cache, in the order of `cache`, where several teachers' caches are of one corpus: their
+    distributions are mixed in these proportions. None: one teacher a corpus."""
 
     divergence: str = "forward_kl"
     """What is minimised: a name of `megatron_kd.loss.DIVERGENCES`, or `package.module:function` for your own, called

@@ -21,6 +21,7 @@ from megatron_kd.bridge.dataset import keyed_datasets
 from megatron_kd.bridge.step import KDForwardStep
 from megatron_kd.bridge.teacher_feed import SYNTHETIC, CacheFeed, SyntheticFeed, TeacherFeed
 from megatron_kd.cache import CacheReader, tokenizer_identity
+from megatron_kd.cache.sets import combine
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def open_feed(cfg: KDConfigContainer) -> TeacherFeed:
         return SyntheticFeed(top_k=kd.top_k, vocab_size=cfg.model.vocab_size)
     paths = [kd.cache] if isinstance(kd.cache, str) else kd.cache
     return CacheFeed(
-        [CacheReader(Path(path), check_blocks=kd.check_blocks) for path in paths],
+        combine([CacheReader(Path(path), check_blocks=kd.check_blocks) for path in paths], kd.cache_weights),
         top_k=kd.top_k,
         temperature=kd.temperature,
         tokenizer=run_tokenizer(cfg),
