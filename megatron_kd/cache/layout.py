@@ -64,6 +64,7 @@ Logarithms are natural.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import xxhash
@@ -122,6 +123,7 @@ class RowFormat:
         """Whether a shard is a sequence of blocks of their own sizes."""
         return self.ragged or self.codec != "raw"
 
+    @lru_cache(maxsize=64)  # noqa: B019 (one object a cache; asked for at every block)
     def data_planes(self, rows: int) -> list[Plane]:
         """The planes that hold one entry a row, in the order of the specification."""
         word = np.dtype("<f4")

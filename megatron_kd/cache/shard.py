@@ -178,7 +178,8 @@ class Shard:
         data = scratch.take("blocks", (bounds[-1] - bounds[0],), np.uint8)
         self._fill([memoryview(data)], self._offsets["blocks"] + bounds[0])
         stored = self._stored("checksum", block, blocks)
-        planes = scratch.rows(self.row_format, end - first)
+        in_place = out is not None and (first, end) == (row, row + count)
+        planes = out if in_place else scratch.rows(self.row_format, end - first)
         for i in range(blocks):
             piece = memoryview(data)[bounds[i] - bounds[0] : bounds[i + 1] - bounds[0]]
             rows = slice(i * BLOCK_ROWS, (i + 1) * BLOCK_ROWS)
@@ -188,12 +189,12 @@ class Shard:
                 unpack(piece, self.row_format, {name: plane[rows] for name, plane in planes.items()}, scratch)
             except BadBlock as error:
                 raise self._corrupt(block + i, f"cannot be decoded, {error}") from error
+        if in_place:
+            return out
         planes = {name: plane[row - first : row - first + count] for name, plane in planes.items()}
-        if out is None:
-            return planes
-        for name, plane in planes.items():
-            np.copyto(out[name], plane)
-        return out
+        for name in out or ():
+            np.copyto(out[name], planes[name])
+        return out or planes
 
     def _extent_of_blocks(self, row: int, count: int) -> tuple[int, int]:
         """First row, and row after the last, of the blocks that hold the rows."""
