@@ -20,6 +20,7 @@ from megatron_kd.bridge import commands as train
 from megatron_kd.cache import commands as cache
 from megatron_kd.demo import commands as demo
 from megatron_kd.errors import UserError
+from megatron_kd.launch import commands as launch
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,7 +60,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-kd {megatron_kd.__version__}")
     subparsers = parser.add_subparsers(metavar="command", required=True)
-    for commands in (demo, cache, train, bench):
+    for commands in (demo, cache, train, launch, bench):
         commands.add_parser(subparsers)
     return parser
 

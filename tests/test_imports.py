@@ -15,10 +15,12 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # What each package may import of ours, and which heavy libraries it may touch at all.
 OURS = {
     "errors.py": set(),
-    "loss": {"errors", "loss"},
+    "bench_commands.py": {"errors", "loss", "report"},
+    "loss": {"errors", "loss", "bench_commands"},  # the last for `python -m megatron_kd.loss.bench` alone
     "cache": {"errors", "cache"},
     "teacher": {"errors", "teacher", "cache", "loss"},
     "bridge": {"errors", "bridge", "cache", "loss", "teacher", "dryrun"},  # dryrun: see DRY_RUN
+    "launch": {"errors", "launch", "cache", "bridge"},  # of bridge, how settings are read
     "dryrun": {"errors", "dryrun"},
     "report": {"errors", "report", "cache", "loss"},
 }

@@ -28,8 +28,9 @@ Settings come from the recipe, then --config-file, then key=value arguments; the
 
 _EXAMPLES = """\
 examples:
-  megatron-kd train --config-file recipes/gpt_oss_20b_kd_8gpu_h200.yaml kd.cache=/data/cache --dry-run --world-size 8
-  srun megatron-kd train --config-file recipes/gpt_oss_20b_kd_8gpu_h200.yaml kd.cache=/data/cache --run-dir runs/first
+  megatron-kd train --dry-run --config-file recipes/gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_32k.yaml kd.cache=/my/cache
+  srun megatron-kd train --config-file recipes/gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_32k.yaml kd.cache=/my/cache
+  megatron-kd submit recipes/gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_32k.yaml kd.cache=/my/cache
 """
 
 
@@ -73,9 +74,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--print-config", action="store_true", help="print the configuration as YAML and stop")
     parser.add_argument("--dry-run", action="store_true", help="rehearse a few steps on CPU ranks of this machine")
+    parser.add_argument(
+        "--check-only",
+        action="store_true",
+        help="check in two seconds, without Megatron, that this node can run it; in a Slurm job also that all nodes "
+        "are alike and share the run's folder",
+    )
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="this rank is a CPU over gloo: the whole run, of a small model, without GPUs",
+    )
     parser.add_argument("--ranks", type=int, metavar="N", help="CPU ranks of the dry run; default: as few as it needs")
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="GPUs of the run that a dry run rehearses; default: as few as fit"
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="ranks of the run that --dry-run or --check-only looks at; default: as few as fit",
     )
     parser.set_defaults(run=run, takes_overrides=True)
 
@@ -83,8 +98,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 0, or 1 if a dry run broke down."""
     request = Request(args.recipe, args.student, args.config_file, tuple(args.overrides))
-    if not args.dry_run and (args.ranks or args.world_size):
+    if not (args.dry_run or args.check_only) and (args.ranks or args.world_size):
         raise UserError("--ranks and --world-size belong to --dry-run; a real run has as many ranks as were started.")
+    if args.check_only:
+        return check_only(request, args)
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
         raise UserError("training needs Megatron-Bridge, which is not installed: pip install 'megatron-kd[bridge]'")
     check_readable(request)
@@ -94,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         elif args.dry_run:
             dry_run(request, ranks=args.ranks, world_size=args.world_size)
         else:
-            train(request, args.run_dir)
+            train(request, args.run_dir, cpu=args.cpu)
     except dryrun.RankFailed as error:
         print(f"megatron-kd: a CPU rank broke down. {error}", file=sys.stderr)
         return 1
@@ -114,25 +131,51 @@ def check_readable(request: Request) -> None:
         read_yaml(request.config_file)
 
 
-def train(request: Request, run_dir: Path | None) -> None:
-    """The real run, on this process's rank.
+def check_only(request: Request, args: argparse.Namespace) -> int:
+    """The check that train.sbatch makes on every node.
+
+    Raises:
+        UserError: this node cannot run it.
+    """
+    from megatron_kd.launch.node import check_node, settings_as_written
+
+    tree = settings_as_written(request.config_file, request.overrides, request.student)
+    if request.recipe is None and "recipe" not in tree:
+        raise UserError("no recipe: give --recipe NAME, or put `recipe: NAME` on top of the YAML file.")
+    run_dir = args.run_dir or default_run_dir(request, args.world_size or 1)
+    print(check_node(tree, run_dir.absolute(), world_size=args.world_size, cpu=args.cpu))
+    return 0
+
+
+def train(request: Request, run_dir: Path | None, *, cpu: bool = False) -> None:
+    """The real run, on this process's rank. When it is through, rank 0 writes the file `finished` into its folder.
 
     Raises:
         UserError: no GPU, no Transformer Engine, or a configuration that cannot run.
     """
-    if importlib.util.find_spec("transformer_engine") is None:
+    if cpu:
+        dryrun.enable()
+    elif importlib.util.find_spec("transformer_engine") is None:
         raise UserError(
-            "training needs Transformer Engine, which is not installed. Run it in NVIDIA's NeMo container, or "
-            "rehearse it with --dry-run."
+            "training needs Transformer Engine, which is not installed. Run it in NVIDIA's NeMo container, rehearse "
+            "it with --dry-run, or train a small model with --cpu."
         )
     from megatron.core.utils import safe_get_world_size
 
     from megatron_kd.bridge.config import check_before_start, load_config
-    from megatron_kd.bridge.train import train
+    from megatron_kd.bridge.history import StepHistory
+    from megatron_kd.bridge.train import leave_on_signal, train
 
-    cfg, values = load_config(**request._asdict(), run_dir=run_dir or default_run_dir(request, safe_get_world_size()))
+    run_dir = (run_dir or default_run_dir(request, safe_get_world_size())).absolute()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    cfg, values = load_config(**request._asdict(), run_dir=run_dir)
+    for change in dryrun.prepare(cfg) if cpu else ():
+        values.forget(change.key)
+    leave_on_signal(cfg, values)
     check_before_start(cfg, values, world_size=safe_get_world_size())
-    train(cfg, values)
+    train(cfg, values, callbacks=[StepHistory(run_dir / "history.jsonl")])
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        (run_dir / "finished").touch()
 
 
 def default_run_dir(request: Request, world_size: int) -> Path:

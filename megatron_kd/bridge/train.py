@@ -48,6 +48,18 @@ def train(cfg: KDConfigContainer, user_values: UserValues | None = None, callbac
         pretrain(cfg, KDForwardStep(cfg.kd, feed), callbacks=[VocabularyCheck(feed.vocab_size), *callbacks])
 
 
+def leave_on_signal(cfg: KDConfigContainer, user_values: UserValues) -> None:
+    """On SIGTERM the run writes a checkpoint after the step it is in and leaves; data workers leave with it.
+
+    Slurm sends it before a time limit, a preemption and a cancellation. What the user set stays. Costs a gather of one
+    integer a rank each step.
+    """
+    asked = {value.key for value in user_values}
+    for name in ("exit_signal_handler", "exit_signal_handler_for_dataloader"):
+        if f"train.{name}" not in asked:
+            setattr(cfg.train, name, True)
+
+
 def open_feed(cfg: KDConfigContainer) -> TeacherFeed:
     """Open the caches that ``cfg.kd.cache`` names."""
     kd = cfg.kd

@@ -14,7 +14,7 @@ from megatron_kd.cli import main
 from tests.cache.conftest import build, random_documents, write_corpus
 
 ROOT = Path(__file__).parent.parent.parent
-GPT_OSS = str(ROOT / "recipes" / "gpt_oss_20b_kd_8gpu_h200.yaml")
+GPT_OSS = str(ROOT / "recipes" / "gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_pruned.yaml")
 
 
 def call(*argv: object) -> int:
@@ -26,7 +26,9 @@ def call(*argv: object) -> int:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["cache"], ["cache", "build"], ["cache", "info"], ["demo"], ["bench"]], ids=str
+    "command",
+    [[], ["train"], ["cache"], ["cache", "build"], ["cache", "info"], ["demo"], ["submit"], ["doctor"], ["bench"]],
+    ids=str,
 )
 def test_help_is_read_without_torch(command: list[str]):
     code = f"""
@@ -85,7 +87,28 @@ def test_version(capsys):
         (["train", "--ranks", "2"], ["--ranks", "--dry-run"]),
         (["train", "--config-file", "/no/run.yaml"], ["/no/run.yaml cannot be read"]),
         (["train", "--recipe", "x", "train.train_iters"], ["argument 'train.train_iters' is not key=value"]),
-        (["train", "--recipe", "x", "a=1"], ["Transformer Engine", "--dry-run"]),
+        (["train", "--recipe", "x", "a=1"], ["Transformer Engine", "--dry-run", "--cpu"]),
+        (["train", "--check-only"], ["no recipe: give --recipe NAME"]),
+        (["train", "--check-only", "--recipe", "x", "kd.cache=/no/cache"], ["node ", "/no/cache"]),
+        (
+            [
+                "train",
+                "--check-only",
+                "--recipe",
+                "x",
+                "--world-size",
+                "6",
+                "--run-dir",
+                "x",
+                "model.context_parallel_size=4",
+            ],
+            ["CP=4"],
+        ),
+        (["train", "--check-only", "--recipe", "x"], ["0 GPUs for 1 ranks", "MEGATRON_KD_CPU=1"]),
+        (
+            ["train", "--check-only", "--cpu", "--recipe", "x", "--run-dir", "/proc/no"],
+            ["/proc/no", "cannot be written"],
+        ),
     ],
     ids=str,
 )

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cheap check of a run on one node of its job: before 25 seconds of imports, and before any GPU is touched.
+
+In: the settings as written, the run's folder. Out: a line of text, or an error that names node, thing and remedy. In a
+Slurm job each node writes what it has into the run's folder and reads what the others wrote, so a folder that is not
+shared and nodes that differ are found too. Imports neither torch nor Megatron: about two seconds.
+
+What needs the recipe (its own sizes, unknown keys, types) is checked by every rank once it has loaded Bridge.
+"""
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_kd.bridge.settings import put, read_arguments, read_yaml
+from megatron_kd.cache import CacheReader, Corpus
+from megatron_kd.errors import UserError
+from megatron_kd.launch import machine
+
+WAIT_S = 60
+CLOCK_SKEW_S = 5
+VISIBLE_S = 3  # for a cache that another job has just sealed
+
+
+class NodeError(UserError):
+    """This node cannot take part in the run."""
+
+
+def settings_as_written(config_file: Path | None, overrides: Sequence[str], student: str | None) -> dict[str, Any]:
+    """The YAML file's tree with the arguments on top, and `student`. References (`${...}`) stand as they are.
+
+    Raises:
+        ConfigError: not YAML, or not hydra's grammar.
+    """
+    tree = dict(read_yaml(config_file).tree) if config_file else {}
+    for name, value in read_arguments(overrides).tree.items():
+        put(tree, (name,), value)
+    return tree | ({"student": student} if student else {})
+
+
+def check_node(tree: dict[str, Any], run_dir: Path, *, world_size: int | None, cpu: bool) -> str:
+    """Checks this node, and against the job's others.
+
+    Args:
+        tree: see `settings_as_written`.
+        run_dir: the run's folder.
+        world_size: ranks of the run; None if unknown.
+        cpu: no GPU is needed.
+
+    Returns:
+        What was found good, as one line.
+
+    Raises:
+        UserError: the first thing that is not.
+    """
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    if world_size:
+        check_world_size(tree.get("model") or {}, world_size)
+    try:
+        rows = _check_inputs(tree)
+        found = {"versions": machine.versions(), "gpus": [] if cpu else _gpus()}
+        folder = run_dir / "logs" / _attempt()
+        _write_report(folder, node, found)
+    except UserError as error:
+        raise NodeError(f"node {node}: {error}") from error
+    others = _compare(folder, node, found)
+    return f"node {node}: {rows}, {run_dir} writable, {len(found['gpus'])} GPUs, {others}"
+
+
+def check_world_size(model: dict[str, Any], world_size: int) -> None:
+    """Whether the ranks split into those parallel sizes that are written down."""
+    sizes = {
+        name: model.get(f"{key}_parallel_size")
+        for name, key in (("TP", "tensor_model"), ("PP", "pipeline_model"), ("CP", "context"), ("EP", "expert_model"))
+    }
+    sizes = {name: size for name, size in sizes.items() if type(size) is int and size > 0}
+    for names in (("TP", "PP", "CP"), ("PP", "EP")):
+        given = {name: sizes[name] for name in names if name in sizes}
+        if world_size % math.prod(given.values()):
+            text = " ".join(f"{name}={size}" for name, size in given.items())
+            raise NodeError(
+                f"{world_size} ranks do not split into {text}: expected a multiple of {math.prod(given.values())}. "
+                "Change --nodes, or model.*_parallel_size."
+            )
+
+
+def _check_inputs(tree: dict[str, Any]) -> str:
+    """Cache, corpus and student can be opened from here."""
+    caches = _texts((tree.get("kd") or {}).get("cache"))
+    rows = sum(CacheReader(Path(path), wait_s=VISIBLE_S).n_rows for path in caches)
+    dataset = tree.get("dataset") or {}
+    for prefix in _texts(dataset.get("data_path")):
+        for word in prefix.split():
+            if not word.replace(".", "").isdigit():
+                Corpus(word)
+    student = tree.get("student")
+    if isinstance(student, str) and student.startswith(("/", ".", "~")) and not Path(student, "config.json").exists():
+        raise NodeError(f"student {student} holds no config.json. Expected a Hugging Face folder, or a hub name.")
+    return f"{len(caches)} caches with {rows:,} rows readable" if caches else "no cache named"
+
+
+def _texts(value: Any) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    return [text for text in values if isinstance(text, str) and "${" not in text]
+
+
+def _gpus() -> list[str]:
+    found = machine.gpus()
+    tasks = int(os.environ.get("SLURM_NTASKS", "1")) // int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    tasks = int(os.environ.get("KD_TASKS_PER_NODE", tasks))
+    if len(found) < tasks:
+        raise NodeError(
+            f"{len(found)} GPUs for {tasks} ranks. Expected one a rank: check `nvidia-smi`, --gpus-per-node, and that "
+            "the container sees them; or set MEGATRON_KD_CPU=1 to try the job on CPU ranks."
+        )
+    return sorted(f"{gpu['name']}, driver {gpu['driver_version']}" for gpu in found)
+
+
+def _attempt() -> str:
+    return f"nodes-{os.environ.get('SLURM_JOB_ID', 'local')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def _write_report(folder: Path, node: str, found: dict[str, Any]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".{node}"
+        draft.write_text(json.dumps({**found, "clock": time.time()}))
+        skew = abs(draft.stat().st_mtime - time.time())
+        draft.rename(folder / f"{node}.json")
+    except OSError as error:
+        raise NodeError(
+            f"{folder} cannot be written: {error.strerror}. Choose a --run-dir that this node may write, on a file "
+            "system that all nodes share."
+        ) from error
+    if skew > CLOCK_SKEW_S:
+        raise NodeError(
+            f"its clock is {skew:.0f} s from that of {folder}'s file system. Let both follow one NTP server."
+        )
+
+
+def _compare(folder: Path, node: str, found: dict[str, Any]) -> str:
+    """Waits for the other nodes' reports; each must say what this one says."""
+    count = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    deadline = time.monotonic() + WAIT_S
+    while len(reports := sorted(folder.glob("*.json"))) < count:
+        if time.monotonic() > deadline:
+            seen = ", ".join(report.stem for report in reports)
+            raise NodeError(
+                f"node {node} sees reports of {len(reports)} of {count} nodes in {folder} ({seen}) after {WAIT_S} s. "
+                "The folder is not on a file system that all nodes share, or a node hangs."
+            )
+        time.sleep(0.2)
+    first = json.loads(reports[0].read_text())
+    for kind in ("versions", "gpus"):
+        if first[kind] != found[kind]:
+            theirs, ours = (_difference(a, b) for a, b in ((first[kind], found[kind]), (found[kind], first[kind])))
+            raise NodeError(
+                f"{kind} differ: node {reports[0].stem} has {theirs}, node {node} has {ours}. All nodes of a run need "
+                "the same; a container or one shared environment gives it."
+            )
+    return "alone" if count == 1 else f"versions as on the other {count - 1}"
+
+
+def _difference(one: Any, other: Any) -> str:
+    if isinstance(one, dict):
+        return ", ".join(f"{key} {value}" for key, value in one.items() if other.get(key) != value) or "none of these"
+    return f"{len(one)}: {', '.join(sorted(set(one)))}"
