@@ -26,6 +26,7 @@ from megatron_kd.bridge.finalise import OverwrittenValue, check_final, finalise_
 from megatron_kd.bridge.overrides import UserValues, apply_settings, field_hints
 from megatron_kd.bridge.preflight import check_before_start, refuse_unsupported
 from megatron_kd.bridge.settings import Settings, read_arguments, read_yaml
+from megatron_kd.bridge.targets import check_target
 from megatron_kd.errors import ConfigError
 from megatron_kd.loss import DIVERGENCES
 
@@ -151,6 +152,7 @@ def resolve_divergence(divergence: str) -> str | Callable:
     if ":" not in divergence:
         known = ", ".join(sorted(DIVERGENCES))
         raise ConfigError(f"kd.divergence={divergence!r} is not known. Known: {known}; or package.module:function.")
+    check_target(divergence.replace(":", "."), f"kd.divergence={divergence!r}", called=False)
     try:
         return instantiate({"_target_": divergence.replace(":", "."), "_call_": False})
     except InstantiationException as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron.bridge import AutoBridge
 from transformers import AutoTokenizer
 
+from megatron_kd.bridge.targets import check_checkpoint
 from megatron_kd.errors import UserError
 
 
@@ -33,6 +34,7 @@ def export_hf(checkpoint: Path, reference: Path, out: Path) -> Path:
     ):
         if not Path(path).exists():
             raise UserError(f"{name}: {path} does not exist. {remedy}.")
+    check_checkpoint(checkpoint)
     AutoBridge.from_hf_pretrained(str(reference)).export_ckpt(str(checkpoint), str(out), show_progress=False)
     AutoTokenizer.from_pretrained(str(reference)).save_pretrained(str(out))
     return Path(out)

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_kd.bridge.conform import Mismatch, accepts, conform, describe, members
 from megatron_kd.bridge.settings import Key, Settings, dotted, put, split_references
+from megatron_kd.bridge.targets import check_targets
 from megatron_kd.errors import ConfigError
 
 
@@ -145,6 +146,7 @@ class _Applier:
 
     def _built(self, current: Any, value: Mapping, hint: Any, key: Key) -> Any:
         """An object named by an allow-listed `_target_`. Not recorded: what is inside is finalised as Bridge likes."""
+        check_targets(value, f"{self.source(key)}: {dotted(key)}")
         try:
             # A saved configuration also holds fields that the constructor computes: Bridge's own reader drops them so.
             built = instantiate(apply_run_config_backward_compat(dict(value)), mode=InstantiationMode.STRICT)

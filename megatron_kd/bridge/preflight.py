@@ -16,6 +16,7 @@ from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
 
 from megatron_kd.bridge.finalise import check_final, finalise_preview
 from megatron_kd.bridge.overrides import UserValues
+from megatron_kd.bridge.targets import check_checkpoint
 from megatron_kd.errors import ConfigError
 
 
@@ -141,6 +142,7 @@ def check_paths(cfg: ConfigContainer) -> None:
         path = getattr(checkpoint, key)
         if path is None or (key == "load" and path == checkpoint.save):
             continue
+        check_checkpoint(path)
         if checkpoint_exists(path) or is_hf_checkpoint_dir(path):
             continue
         found = "a path that does not exist" if not os.path.exists(path) else "a folder without a checkpoint in it"

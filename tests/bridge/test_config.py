@@ -179,7 +179,7 @@ REFUSED = {
     "model.activation_func=print": ["model.activation_func expects Callable", "print"],
     "env_vars.A=[1]": ["env_vars expects dict of str, str or int or float or bool"],
     "model={_target_: os.system, command: ls}": ["model cannot be built", "os.system", "allowlist"],
-    "model={_target_: torch.nn.Linear, in_features: 1, out_features: 1}": ["model expects GPTModelProvider", "Linear"],
+    "model={_target_: torch.nn.Linear, in_features: 1, out_features: 1}": ["is no dataclass", "Linear"],
     "dataset.seq_length=${model.seq_lenth}": ["dataset.seq_length", "model.seq_lenth", "not found"],
     "train:\n  train_itres: 5\n": ["run.yaml:2: unknown key train.train_itres", "train.train_iters"],
     "model:\n  a:\n    b: 1\n": ["run.yaml:2: unknown key model.a"],
