@@ -61,7 +61,7 @@ def test_a_copy_killed_at_any_call_is_finished_by_the_next(source, tmp_path):
         code, _ = at_call(lambda target=target: copy_cache(source, target), number)
         left.append(copy_cache(source, target))
         assert content(target) == content(source)
-        number += 3
+        number += 5
     assert code == 0 and left[0] == tiles and left[-1] == 0 and left == sorted(left, reverse=True)
 
 

@@ -13,7 +13,6 @@ from tests.cache.conftest import build, random_documents, write_corpus
 
 FORMATS = {
     "raw": {"temperatures": (2.0,), "tile_tokens": 40},
-    "zstd": {"codec": "zstd"},
     "u8": {"values": "u8"},
     "ragged zstd": {"codec": "zstd", "values": "u8", "top_p": 0.5, "temperatures": (2.0,)},
 }

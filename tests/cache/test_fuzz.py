@@ -172,15 +172,15 @@ def reseal(path: Path, manifest: bytes, tiles: bytes | None = None) -> None:
 
 
 def test_hostile_values_with_right_checksums(small, tmp_path):
-    """Each field and sub-field of the manifest replaced by each hostile value, all records made to agree with it."""
+    """Each field of the manifest replaced by each hostile value, each sub-field by some; all records agree with it."""
     shutil.copytree(small, tmp_path / "cache")
     sound = json.loads((small / "manifest.json").read_bytes())
     sound.pop("checksum")
     places = [(key,) for key in sound] + [(a, b) for a in sound if isinstance(sound[a], dict) for b in sound[a]]
 
     def attack():
-        for place in places:
-            for value in HOSTILE:
+        for number, place in enumerate(places):
+            for value in HOSTILE if len(place) == 1 else HOSTILE[number % 3 :: 3]:
                 body = json.loads(json.dumps(sound))
                 part = body
                 for key in place[:-1]:
