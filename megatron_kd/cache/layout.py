@@ -44,15 +44,17 @@ of a plane of w bytes a row is at (start of the plane) + r * w. The checksum of 
 
 **Blocked shards** (codec `zstd`, or ragged) hold three planes: `checksum`, u64 [B]; `index`, u64 [B+1]; `blocks`, u8
 [N]. Block b is the bytes index[b]..index[b+1] of `blocks`; index[0] = 0, index[B] = N. Its checksum is xxh3-64 over
-these bytes, as stored. Codec `raw`: they are the block's payload. Codec `zstd`: they are one zstd frame that states
-its content size, of the payload rearranged. The payload is the block's rows of each plane above, one plane after the
-other, without gaps. In a ragged cache `count` comes first of all, and `logprobs`, `ids_lo` and `ids_hi` hold the
-entries that exist alone, M = sum of the counts, as one row of K = M. An entry beyond its row's count has no mass; a
-row with count 0 was not stored (log_tail 0: all its mass is outside).
+these bytes, as stored. Codec `raw`: they are the block's payload. Codec `zstd`: u32 M, the number of ids; M bytes, the
+lowest byte of each id; then one zstd frame that states its content size, of the payload rearranged. The payload is the
+block's rows of each plane above, one plane after the other, without gaps. In a ragged cache `count` comes first of
+all, and `logprobs`, `ids_lo` and `ids_hi` hold the entries that exist alone, M = sum of the counts, as one row of K =
+M. An entry beyond its row's count has no mass; a row with count 0 was not stored (log_tail 0: all its mass is
+outside).
 
 Rearranged means, for each plane by itself, before compression: (1) `logprobs`, seen as unsigned integers, holds the
 difference of each item from the one before it, across rows, modulo 2^8, 2^16 or 2^32; the first item is kept; (2) a
-plane whose items have s > 1 bytes, except `ids_lo`, is stored as s runs: byte 0 of all its items, then byte 1, ...
+plane whose items have s > 1 bytes is stored as s runs: byte 0 of all its items, then byte 1, ...; of `ids_lo` there is
+run 1 alone, since run 0, which no compressor shortens, stands before the frame.
 
 **Bounds.** A block takes at most p + p // 128 + 512 bytes (zstd) or p bytes (raw), p its payload with all K entries.
 Whoever reads checks that, and the frame's stated size, before memory is taken.

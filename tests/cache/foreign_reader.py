@@ -66,7 +66,8 @@ def foreign_block(payload, n, top_k, bits, values, temperatures, meta):
     """Planes of one block of a blocked shard."""
     ragged, packed = meta["ragged"] == "true", meta["codec"] == "zstd"
     if packed:
-        payload = zstandard.ZstdDecompressor().decompress(payload)
+        (ids,) = struct.unpack_from("<I", payload)
+        lowest, payload = payload[4 : 4 + ids], zstandard.ZstdDecompressor().decompress(payload[4 + ids :])
     count = "|u1" if top_k < 256 else "<u2" if top_k < 65536 else "<u4"
     value = {"f16": "<f2", "f32": "<f4", "u8": "|u1"}[values]
     order = [("log_tail", "<f4", n), ("tail_T", "<f4", n * temperatures)]
@@ -83,9 +84,11 @@ def foreign_block(payload, n, top_k, bits, values, temperatures, meta):
             entries = int(planes["count"].sum())
             items = -(-entries * bits // 8) if name == "ids_hi" else entries
         size = np.dtype(kind).itemsize
-        raw = np.frombuffer(payload[at : at + items * size], np.uint8)
-        at += items * size
-        if packed and size > 1 and name != "ids_lo":
+        if packed and name == "ids_lo":
+            raw, at = np.frombuffer(lowest + payload[at : at + items], np.uint8), at + items
+        else:
+            raw, at = np.frombuffer(payload[at : at + items * size], np.uint8), at + items * size
+        if packed and size > 1:
             raw = np.ascontiguousarray(raw.reshape(size, items).T)
         plane = raw.tobytes()
         if packed and name == "logprobs":

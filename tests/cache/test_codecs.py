@@ -200,9 +200,11 @@ def test_hostile_blocks_are_refused_before_memory_is_taken(tmp_path, small_corpu
     room = index[1] - index[0]
     frames = [huge_frame(1 << 27), huge_frame(100), b"", b"\xff" * 10, huge_frame(0)]
     frames += [zstandard.ZstdCompressor(level=1, write_content_size=False).compress(b"abc")]
-    for frame in frames:
+    (ids,) = struct.unpack_from("<I", sound, at["blocks"])
+    prefixes = [sound[at["blocks"] : at["blocks"] + 4 + ids], bytes(4), b"\xff" * 4, b""]
+    for prefix, frame in itertools.product(prefixes, frames):
         data = bytearray(sound)
-        data[at["blocks"] : at["blocks"] + room] = frame[:room].ljust(room, b"\0") if frame else bytes(room)
+        data[at["blocks"] : at["blocks"] + room] = (prefix + frame).ljust(room, b"\0")
         refresh(writer, 0, data)
         with pytest.raises(CorruptBlock, match="block 0.*cannot be decoded"):
             CacheReader(writer.path).read(spans)
