@@ -233,9 +233,8 @@ class Shard:
         start, end = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, self.rows)
         return CorruptBlock(
             f"{self.path}: block {block} (rows [{start}, {end}) of the shard, [{self.first_row + start}, "
-            f"{self.first_row + end}) of the cache) {what}. Run `megatron-kd cache "
-            f"verify`; to rebuild the tile delete commits/{self.path.stem}.json and run the same `megatron-kd cache "
-            "build` again",
+            f"{self.first_row + end}) of the cache) {what}. `megatron-kd cache verify` "
+            "says what else is bad, `megatron-kd cache repair` computes it again",
             rows=(self.first_row + start, self.first_row + end),
         )
 

@@ -125,7 +125,7 @@ def test_a_bad_block_is_named_and_its_neighbour_still_read(copy):
     reader = CacheReader(copy, wait_s=0)
     rows = int(reader.tiles[1, 0])
     reader.read(np.array([[0, 512]]))
-    with pytest.raises(CorruptBlock, match=rf"block 1 \(rows \[512, {rows}\).*cache build"):
+    with pytest.raises(CorruptBlock, match=rf"block 1 \(rows \[512, {rows}\).*cache repair"):
         reader.read(np.array([[600, 10]]))
 
 
