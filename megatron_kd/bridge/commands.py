@@ -139,8 +139,8 @@ def check_only(request: Request, args: argparse.Namespace) -> int:
     """
     from megatron_kd.launch.node import check_node, settings_as_written
 
-    tree = settings_as_written(request.config_file, request.overrides, request.student)
-    if request.recipe is None and "recipe" not in tree:
+    tree = settings_as_written(request.config_file, request.overrides, request.student, request.recipe)
+    if "recipe" not in tree:
         raise UserError("no recipe: give --recipe NAME, or put `recipe: NAME` on top of the YAML file.")
     run_dir = args.run_dir or default_run_dir(request, args.world_size or 1)
     print(check_node(tree, run_dir.absolute(), world_size=args.world_size, cpu=args.cpu))
@@ -160,19 +160,19 @@ def train(request: Request, run_dir: Path | None, *, cpu: bool = False) -> None:
             "training needs Transformer Engine, which is not installed. Run it in NVIDIA's NeMo container, rehearse "
             "it with --dry-run, or train a small model with --cpu."
         )
-    from megatron.core.utils import safe_get_world_size
+    from megatron.bridge.utils.common_utils import get_world_size_safe
 
     from megatron_kd.bridge.config import check_before_start, load_config
     from megatron_kd.bridge.history import StepHistory
     from megatron_kd.bridge.train import leave_on_signal, train
 
-    run_dir = (run_dir or default_run_dir(request, safe_get_world_size())).absolute()
+    run_dir = (run_dir or default_run_dir(request, get_world_size_safe())).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     cfg, values = load_config(**request._asdict(), run_dir=run_dir)
     for change in dryrun.prepare(cfg) if cpu else ():
         values.forget(change.key)
     leave_on_signal(cfg, values)
-    check_before_start(cfg, values, world_size=safe_get_world_size())
+    check_before_start(cfg, values, world_size=get_world_size_safe())
     train(cfg, values, callbacks=[StepHistory(run_dir / "history.jsonl")])
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         (run_dir / "finished").touch()

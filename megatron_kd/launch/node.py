@@ -21,6 +21,7 @@ from megatron_kd.bridge.settings import put, read_arguments, read_yaml
 from megatron_kd.cache import CacheReader, Corpus
 from megatron_kd.errors import UserError
 from megatron_kd.launch import machine
+from megatron_kd.launch.keys import check_keys
 
 WAIT_S = 60
 CLOCK_SKEW_S = 5
@@ -31,15 +32,20 @@ class NodeError(UserError):
     """This node cannot take part in the run."""
 
 
-def settings_as_written(config_file: Path | None, overrides: Sequence[str], student: str | None) -> dict[str, Any]:
-    """The YAML file's tree with the arguments on top, and `student`. References (`${...}`) stand as they are.
+def settings_as_written(
+    config_file: Path | None, overrides: Sequence[str], student: str | None, recipe: str | None = None
+) -> dict[str, Any]:
+    """The YAML file's tree with the arguments on top, `student` and `recipe`. References (`${...}`) stand as they are.
 
     Raises:
-        ConfigError: not YAML, or not hydra's grammar.
+        ConfigError: not YAML, not hydra's grammar, or a key that does not exist.
     """
     tree = dict(read_yaml(config_file).tree) if config_file else {}
     for name, value in read_arguments(overrides).tree.items():
         put(tree, (name,), value)
+    if recipe is not None:
+        tree["recipe"] = recipe
+    check_keys(tree)
     return tree | ({"student": student} if student else {})
 
 
