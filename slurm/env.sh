@@ -141,7 +141,7 @@ kd_go_on_or_stop() { # STATUS BEFORE AFTER WHAT: what comes after a try that did
         kd_say "stopped: the message above says what to mend. Not requeued."
         exit 2
     fi
-    if [[ -n $kd_cancelled ]] || { [[ -z $kd_time_is_up ]] && ((status == 0 || status == 143)); }; then
+    if [[ -n $kd_cancelled ]] || { [[ -z $kd_time_is_up ]] && ((status == 0)); }; then
         kd_say "stopped by a signal at $after $what. The same command goes on from there."
         exit 143
     fi
