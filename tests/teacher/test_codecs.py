@@ -9,7 +9,8 @@ from megatron_kd.cache.verify import verify
 from megatron_kd.teacher.build import build_cache
 from megatron_kd.teacher.huggingface import HuggingFaceTeacher
 from megatron_kd.teacher.passes import unit_rows
-from tests.teacher.conftest import settings
+from tests.cache.test_commands import run
+from tests.teacher.conftest import VOCAB, settings
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,12 @@ def test_codecs_hold_the_teachers_rows(tmp_path, llama, corpus, codec, masked):
         return planes | {"ids": planes["ids"] + 1}
 
     assert verify(out, "teacher", units=units, recompute=wrong).problems
+
+
+def test_the_command_builds_what_it_is_told(tmp_path, llama, corpus, capsys):
+    options = ["--teacher", llama, "--corpus", corpus.prefix, "--out", tmp_path / "c", "--vocab-size", VOCAB]
+    options += ["--top-k", 20, "--codec", "zstd", "--values", "u8", "--top-p", 0.5]
+    assert run("build", *options, "--accept-teacher-loss", "--no-progress") == 0
+    assert "u8 values, codec zstd, top p 0.5" in capsys.readouterr().out
+    manifest = CacheReader(tmp_path / "c").manifest
+    assert (manifest.codec, manifest.values, manifest.top_p, manifest.ragged) == ("zstd", "u8", 0.5, True)
