@@ -3,7 +3,7 @@
 
 In: ids and log-probabilities [n, K], most likely first. Out: planes, and the same again: ids exactly, values as
 exactly as their type allows. Mean KL against f32 on the benchmark's teacher: f16 1e-7, u8 2e-5. Decoding costs
-about 0.13 microseconds a row of K=100 on one core.
+about 0.2 microseconds a row of K=100 on one core, most of it stores to memory.
 
 Legend: n rows, K entries a row, M entries of n ragged rows together.
 """
