@@ -109,14 +109,14 @@ def _vllm(answer: dict[str, Any], where: str) -> Record:
 
 def _ranked(row: dict[str, Any]) -> list[tuple[int, float]]:
     """Entries (id, log-probability) of the longest run of ranks from 1 on; all if there are no ranks."""
-    entries = [(int(token), x if isinstance(x, dict) else {"logprob": x}) for token, x in row.items()]
-    if any(x.get("rank") is None for _, x in entries):
-        return [(token, float(x["logprob"])) for token, x in entries]
-    by_rank = {int(x["rank"]): (token, float(x["logprob"])) for token, x in entries}
-    complete = 0
-    while complete + 1 in by_rank:
-        complete += 1
-    return [by_rank[rank] for rank in range(1, complete + 1)]
+    ids = list(map(int, row))
+    values = [float(x["logprob"] if isinstance(x, dict) else x) for x in row.values()]
+    ranks = [x.get("rank") if isinstance(x, dict) else None for x in row.values()]
+    if None in ranks:
+        return list(zip(ids, values, strict=True))
+    by_rank = dict(zip(map(int, ranks), zip(ids, values, strict=True), strict=True))
+    complete = next(rank for rank in range(1, len(by_rank) + 2) if rank not in by_rank)
+    return [by_rank[rank] for rank in range(1, complete)]
 
 
 def _sglang(answer: dict[str, Any], where: str) -> Record:
