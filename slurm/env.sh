@@ -148,7 +148,7 @@ kd_go_on_or_stop() { # STATUS BEFORE AFTER WHAT: what comes after a try that did
     if ((after > before)); then
         kd_say "requeued to go on from $after $what (exit status $status)"
         scontrol requeue "$SLURM_JOB_ID"
-        sleep 600 # Slurm ends this script when the job is back in the queue
+        sleep 600 || true # Slurm ends this script when the job is back in the queue
     fi
     kd_say "failed with exit status $status and nothing new since $before $what, so a new try would fare no better." \
         "Not requeued; the log above says why."

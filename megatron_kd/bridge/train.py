@@ -6,6 +6,7 @@ ours takes part. Everything that can be refused is refused before the model is b
 """
 
 import logging
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from megatron.bridge.training import gpt_step
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.pretrain import pretrain
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from transformers import AutoTokenizer
 
 from megatron_kd.bridge.callbacks import FinalValues, VocabularyCheck
@@ -58,6 +60,18 @@ def leave_on_signal(cfg: KDConfigContainer, user_values: UserValues) -> None:
     for name in ("exit_signal_handler", "exit_signal_handler_for_dataloader"):
         if f"train.{name}" not in asked:
             setattr(cfg.train, name, True)
+    _spare_checkpoint_helper()
+
+
+def _spare_checkpoint_helper() -> None:
+    """Slurm's signal goes to a task's whole process group. Megatron's checkpoint writer keeps its results in a helper
+    process that would die of it in the middle of the save; started while SIGTERM is ignored, it ignores it for good.
+    """
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        filesystem_async.get_write_results_queue()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def open_feed(cfg: KDConfigContainer) -> TeacherFeed:
