@@ -149,6 +149,7 @@ kd_go_on_or_stop() { # STATUS BEFORE AFTER WHAT: what comes after a try that did
         kd_say "requeued to go on from $after $what (exit status $status)"
         scontrol requeue "$SLURM_JOB_ID"
         sleep 600 || true # Slurm ends this script when the job is back in the queue
+        exit 0
     fi
     kd_say "failed with exit status $status and nothing new since $before $what, so a new try would fare no better." \
         "Not requeued; the log above says why."
