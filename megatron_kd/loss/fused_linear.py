@@ -34,7 +34,14 @@ from megatron_kd.loss.arguments import LossCall, LossSums, TopK, check_arguments
 from megatron_kd.loss.divergence import EMPTY, is_empty, value_and_gradient
 from megatron_kd.loss.hidden_grad import HiddenGradient
 from megatron_kd.loss.matmul import operand_dtype, scaled, without_autocast
-from megatron_kd.loss.row_kernels import RowGradient, read_owned, row_gradient_, row_statistics
+from megatron_kd.loss.row_kernels import (
+    RowGradient,
+    read_owned,
+    row_exponentials,
+    row_gradient_,
+    row_statistics,
+    use_triton,
+)
 from megatron_kd.loss.strips import Strip, strips
 from megatron_kd.loss.tracing import untraced
 from megatron_kd.loss.vocab_parallel import VocabShard, share_statistics
@@ -130,7 +137,7 @@ class FusedLinearDivergence(torch.autograd.Function):
             grad_hidden = HiddenGradient(hidden, call) if ctx.needs[0] else None
             grad_weight = WeightGradient.of_one_call(weight, call.compute_dtype) if ctx.needs[1] else None
         for strip in strips(hidden, weight, call):
-            owned, tails = share_statistics(*strip_statistics(strip, call), call.shard)
+            owned, tails = share_statistics(*strip_statistics(strip, call, at_once), call.shard)
             log_sums = vocabulary_log_sums(strip, owned, tails, call)
             token_kd, token_ce, gradient = token_losses(strip, owned, log_sums, call)
             kd += (strip.token_weight * token_kd).sum(dtype=torch.float64)
@@ -142,7 +149,7 @@ class FusedLinearDivergence(torch.autograd.Function):
         if at_once:
             ctx.save_for_backward(
                 None if grad_hidden is None else grad_hidden.finished(),
-                *([] if grad_weight is None else grad_weight.parts),
+                *([] if grad_weight is None else grad_weight.finished()),
             )
         elif any(ctx.needs):
             ctx.call = call
@@ -193,11 +200,16 @@ def recompute_gradients(
             add_gradients(strip, gradient, weight, grad_hidden, grad_weight, call)
 
 
-def strip_statistics(strip: Strip, call: LossCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's share of a strip's statistics, for share_statistics. The strip's logits keep the tail alone."""
-    return row_statistics(
-        strip.logits, strip.columns, strip.label_column, call.temperature, at_one=call.two_temperatures
-    )
+def strip_statistics(strip: Strip, call: LossCall, at_once: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's share of a strip's statistics, for share_statistics.
+
+    The strip's logits keep the tail alone; if their gradient follows at once, as exponentials where that saves work.
+    """
+    arguments = strip.logits, strip.columns, strip.label_column, call.temperature
+    if not at_once or call.two_temperatures or use_triton(strip.logits) or not strip.logits.numel():
+        return row_statistics(*arguments, at_one=call.two_temperatures)
+    owned, tails, strip.shift = row_exponentials(*arguments)
+    return owned, tails
 
 
 def entry_logits(strip: Strip, owned: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -276,6 +288,7 @@ def add_gradients(
 ) -> None:
     """Turn the strip's logits into their gradient, and send it to hidden and weight."""
     dtype = operand_dtype(strip.logits, weight)
+    gradient = gradient._replace(shift=strip.shift)
     grad = row_gradient_(strip.logits, strip.columns, strip.label_column, gradient, call.temperature, dtype)
     if grad_hidden is not None:
         grad_hidden.add(strip, grad, weight[: call.shard.real])

@@ -48,12 +48,16 @@ def hidden_gradient(grad: torch.Tensor, weight: torch.Tensor, out: torch.Tensor 
     return total.to(weight.dtype) if out is None else out.copy_(total)
 
 
-def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-    """total[V, H] += grad.T @ hidden in the dtype of total. grad is in operand_dtype."""
+def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor, *, first: bool) -> None:
+    """total[V, H] += grad.T @ hidden in the dtype of total, whose content does not matter if this is the first.
+
+    grad is in operand_dtype.
+    """
+    beta = 0 if first else 1
     if grad.dtype == total.dtype:
-        torch.addmm(total, grad.T, hidden.to(grad.dtype), out=total)
+        torch.addmm(total, grad.T, hidden.to(grad.dtype), beta=beta, out=total)
     else:
-        torch.addmm(total, grad.T, hidden, out_dtype=total.dtype, out=total)
+        torch.addmm(total, grad.T, hidden, out_dtype=total.dtype, beta=beta, out=total)
 
 
 def scaled(

@@ -6,8 +6,9 @@ numbers a row; then the same memory, with d total / d z, as the operand of the n
 be narrower than that of the logits, over the front of its own row.
 
 Here are the eager forms, and the choice between them and the Triton kernels of triton_kernels.py, one pass each.
-Cost of the eager forms: the logits are read twice for the statistics and once for the gradient, a few rows at a time,
-so that what lies between two operators stays in a cache; beyond the logits, two or three blocks of BLOCK_ELEMENTS.
+Cost of the eager forms: a few rows at a time, so that what lies between two operators stays in a cache; beyond the
+logits, two or three blocks of BLOCK_ELEMENTS. Where the gradient follows at once, row_exponentials leaves exponentials
+behind, so that each is computed once.
 
 Legend: n tokens of a strip, V real columns of this rank, K teacher entries.
 """
@@ -21,8 +22,8 @@ import torch
 
 from megatron_kd.loss.errors import require
 
-BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}
-"""Logits that the eager forms hold twice: 1 MiB, about a core's cache; 32 MiB where each operator is a launch."""
+BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 23}
+"""Logits that the eager forms hold twice: 2 MiB, about two cores' caches; 32 MiB where each operator is a launch."""
 
 KERNELS_VARIABLE = "MEGATRON_KD_KERNELS"
 KERNELS = ("auto", "triton", "eager")
@@ -48,6 +49,8 @@ class RowGradient(NamedTuple):
     """[n]; None unless cross entropy has a temperature of its own."""
     log_total: torch.Tensor | None = None
     """[n]: log-sum-exp of z over the vocabulary; None as `ce`."""
+    shift: torch.Tensor | None = None
+    """[n]: the logits are no longer z, but exp(z / T - shift), as row_exponentials left them; None: they are z."""
 
 
 def set_kernels(choice: str | None) -> None:
@@ -127,6 +130,26 @@ def row_statistics(
     return owned, tails
 
 
+def row_exponentials(
+    logits: torch.Tensor, columns: torch.Tensor, label_column: torch.Tensor | None, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """row_statistics in eager form, which leaves exp(z / T - shift) of the tail behind, and 0 at the entries.
+
+    Returns:
+        As row_statistics without `at_one`; and the shift [n], the largest z / T of the tail.
+    """
+    owned = read_owned(logits, columns, label_column)
+    _take_(logits, columns)
+    shift, sums = logits.new_empty(2, len(logits)).unbind()
+    for rows in _row_blocks(logits):
+        z = logits[rows]
+        if temperature != 1:
+            z.div_(temperature)
+        top = torch.amax(z, 1, out=shift[rows]).clamp_(min=torch.finfo(z.dtype).min)  # of no column it is -inf
+        torch.sum(z.sub_(top[:, None]).exp_(), 1, out=sums[rows])
+    return owned, (sums.log_() + shift)[:, None], shift
+
+
 def read_owned(logits: torch.Tensor, columns: torch.Tensor, label_column: torch.Tensor | None) -> torch.Tensor:
     """The logits of entries and, last, of the label, [n, K] or [n, K + 1]; 0 at -1. Arguments as row_statistics."""
     if label_column is not None:
@@ -152,7 +175,7 @@ def row_gradient_(
         logits: [n, V].
         columns: [n, K], as for row_statistics.
         label_column: [n], as for row_statistics.
-        gradient: Coefficients.
+        gradient: Coefficients, and whether the logits are exponentials by now.
         temperature: T.
         dtype: That of the logits, or one of at most half its size.
 
@@ -160,18 +183,23 @@ def row_gradient_(
         The gradient [n, V] in `dtype`: a view of the memory of the logits, whose rows keep their distance in bytes.
     """
     grad = logits.view(dtype)[:, : logits.shape[1]]
-    if use_triton(logits) and logits.numel():
-        _triton_kernels().row_gradient(logits, columns, label_column, *gradient, temperature, dtype)
+    if gradient.shift is None and use_triton(logits) and logits.numel():
+        _triton_kernels().row_gradient(logits, columns, label_column, *gradient[:-1], temperature, dtype)
         return grad
+    if gradient.shift is None:
+        _take_(logits, columns)
     # Entries and label are made empty, so the dense pass leaves exact zeros there, and adding to 0 is storing.
     values = gradient.entries
     if gradient.label is not None:
         is_entry = (columns == label_column[:, None]).any(1)
         label_column = label_column.masked_fill(is_entry, -1)[:, None]
         z = read_owned(logits, label_column, None)
+        if gradient.shift is None:
+            _take_(logits, label_column)
+        else:
+            _add_at(logits, label_column, -z)
         values = torch.cat([values, _dense_(z, gradient, temperature) + gradient.label[:, None]], dim=1)
         columns = torch.cat([columns, label_column], dim=1)
-    _take_(logits, columns)
     for rows in _row_blocks(logits):
         # A narrower row lands on the front of its own wider one, so that one has to be in a block of its own by then.
         block = logits[rows] if dtype == logits.dtype else logits[rows].clone()
@@ -184,16 +212,22 @@ def row_gradient_(
 
 
 def _dense_(z: torch.Tensor, gradient: RowGradient, temperature: float) -> torch.Tensor:
-    """Turn logits of the tail, [n, any], into its gradient, in place."""
+    """Turn logits of the tail, [n, any], or their exponentials, into its gradient, in place."""
+    if gradient.shift is not None:
+        # No column is larger than their sum, but for rounding; and without columns here there is nothing to scale.
+        return z.mul_((gradient.tail * (gradient.shift - _finite(gradient.log_tail)).clamp(max=0).exp())[:, None])
     ce = None
     if gradient.ce is not None:
         ce = (z - gradient.log_total[:, None]).exp_().mul_(gradient.ce[:, None])
     if temperature != 1:
         z.div_(temperature)
-    # A tail without columns has only -inf here: with any finite shift exp gives 0.
-    shift = gradient.log_tail.masked_fill(gradient.log_tail == -torch.inf, 0)
-    z.sub_(shift[:, None]).exp_().mul_(gradient.tail[:, None])
+    z.sub_(_finite(gradient.log_tail)[:, None]).exp_().mul_(gradient.tail[:, None])
     return z if ce is None else z.add_(ce)
+
+
+def _finite(log_tail: torch.Tensor) -> torch.Tensor:
+    """A tail without columns has only -inf, or exponentials of 0: with any finite shift its gradient is 0."""
+    return log_tail.masked_fill(log_tail == -torch.inf, 0)
 
 
 def _take_(logits: torch.Tensor, columns: torch.Tensor) -> None:

@@ -43,7 +43,7 @@ class Strip:
     hidden: torch.Tensor
     """[n, H]: of all ranks."""
     logits: torch.Tensor
-    """[n, V]: z; later their gradient, in the same memory."""
+    """[n, V]: z; later what row_exponentials leaves, and their gradient, in the same memory."""
     ids: torch.Tensor
     """[n, K] int64: distinct, -1 for absent."""
     P: torch.Tensor
@@ -56,6 +56,8 @@ class Strip:
     """[n]: the label's column if on this rank, else -1. None without labels."""
     label_entry: torch.Tensor | None
     """[n, K] bool: the entry that is the label. None without labels."""
+    shift: torch.Tensor | None = None
+    """[n]: as RowGradient has it."""
 
     def with_left_out(self, values: torch.Tensor) -> torch.Tensor:
         """[n, H] of the kept tokens among zeros for the others: all rows of all ranks."""

@@ -49,23 +49,24 @@ class WeightGradient:
     Args:
         parts: It, cut along V into one or two tensors. Padded columns never get anything.
         in_main_grad: Whether they are `main_grad`.
+        empty: Whether they hold nothing yet, not even zeros.
     """
 
-    def __init__(self, parts: list[torch.Tensor], *, in_main_grad: bool = False):
-        self.parts, self.in_main_grad = parts, in_main_grad
+    def __init__(self, parts: list[torch.Tensor], *, in_main_grad: bool = False, empty: bool = False):
+        self.parts, self.in_main_grad, self._empty = parts, in_main_grad, empty
 
     @classmethod
     def of_one_call(cls, weight: torch.Tensor, dtype: torch.dtype) -> "WeightGradient":
-        """Zeros; in two parts if the result will be rounded to half their size."""
+        """New memory; in two parts if the result will be rounded to half their size."""
         goes_to_main_grad = hasattr(weight, "__fsdp_param__") or getattr(weight, "main_grad", None) is not None
         halved = not goes_to_main_grad and weight.dtype.itemsize * 2 == dtype.itemsize
         first = -(-len(weight) // 2) if halved else len(weight)
         parts = [part for part in (weight[:first], weight[first:]) if len(part)] or [weight]
-        return cls([torch.zeros_like(part, dtype=dtype) for part in parts])
+        return cls([torch.empty_like(part, dtype=dtype) for part in parts], empty=True)
 
     @classmethod
     def onto_main_grad(cls, weight: torch.Tensor, dtype: torch.dtype) -> "WeightGradient":
-        """What finished gradients can be added to: `main_grad` if it has this dtype, else zeros."""
+        """What finished gradients can be added to: `main_grad` if it has this dtype, else new memory."""
         main_grad = main_grad_of(weight)
         if main_grad is None or main_grad.dtype != dtype:
             return cls.of_one_call(weight, dtype)
@@ -75,7 +76,19 @@ class WeightGradient:
         """Add grad.T @ hidden; grad [n, real columns], hidden [n, H]."""
         for part in self.parts:
             columns, grad = grad[:, : len(part)], grad[:, len(part) :]
-            add_weight_gradient(part[: columns.shape[1]], columns, hidden)
+            real = columns.shape[1]
+            add_weight_gradient(part[:real], columns, hidden, first=self._empty)
+            if self._empty:
+                part[real:].zero_()
+        self._empty = False
+
+    def finished(self) -> list[torch.Tensor]:
+        """The parts, once all is added."""
+        if self._empty:
+            for part in self.parts:
+                part.zero_()
+            self._empty = False
+        return self.parts
 
     def deliver(
         self, weight: torch.Tensor, scale: torch.Tensor | None = None, *, reuse: bool = True
@@ -90,6 +103,7 @@ class WeightGradient:
         Returns:
             What backward returns for the weight.
         """
+        self.finished()
         main_grad = main_grad_of(weight)
         if main_grad is None:
             return self._rounded(weight, scale, reuse)

@@ -117,7 +117,7 @@ class NewMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_eager_forms_have_no_second_buffer(dtype):
-    n, V, K = 64, 50_000, 10
+    n, V, K = 256, 50_000, 10
     logits, columns, row = torch.randn(n, V), torch.arange(K).expand(n, K), torch.rand(n)
     gradient = RowGradient(row, row + 10, torch.rand(n, K), row, row, row + 10)
     with NewMemory(logits) as made:

@@ -49,9 +49,9 @@ def products_of_cuda(monkeypatch):
         product = a.float() @ b.float()
         return product.to(out_dtype or a.dtype) if out is None else out.copy_(product)
 
-    def addmm(total, a, b, *, out_dtype=None, out):
+    def addmm(total, a, b, *, out_dtype=None, beta=1, out):
         assert out is total and total.dtype == torch.float32
-        return out.add_(a.float() @ b.float())
+        return out.add_(a.float() @ b.float()) if beta else out.copy_(a.float() @ b.float())
 
     monkeypatch.setattr(matmul, "_mixed", lambda operand, result: True)
     monkeypatch.setattr(matmul.torch, "mm", mm)
