@@ -130,6 +130,9 @@ def reported_loss(
         cut = output.teacher.cut.sum().to(count)
         left_out = (output.teacher.cut & (output.teacher.token_weight == 0)).sum().to(count)
         report["kd cut"] = torch.stack([cut, left_out + count]).float()
+    if output.teacher.absent is not None:
+        absent = output.teacher.absent.sum().to(count)
+        report["kd absent"] = torch.stack([absent, absent + count]).float()
     return loss, count, report
 
 

@@ -19,8 +19,14 @@ from megatron.bridge.utils.instantiate_utils import target_allowlist
 
 from megatron_kd.errors import ConfigError
 
-_BUILDERS = ("transformers.generation.configuration_utils.GenerationConfig.from_dict",)
+_BUILDERS = (
+    "transformers.generation.configuration_utils.GenerationConfig.from_dict",
+    "megatron.core.timers.Timers",
+)
 """Called besides: what Bridge itself writes into its saved configurations."""
+
+_PARTIALS = ("torch.nn.init.", "megatron.core.distributed.finalize_model_grads.finalize_model_grads")
+"""How functions may begin that a configuration prepares for the model to call."""
 
 
 class UnsafeTarget(ConfigError):
@@ -38,11 +44,14 @@ def check_targets(tree: Any, source: str) -> None:
         UnsafeTarget: names the first that must not be built.
     """
     for node in _nodes(tree):
-        check_target(str(node["_target_"]), source, called=node.get("_call_", True) is not False)
+        called = node.get("_call_", True) is not False
+        check_target(str(node["_target_"]), source, called=called, partial=node.get("_partial_") is True)
 
 
-def check_target(name: str, source: str, *, called: bool) -> None:
+def check_target(name: str, source: str, *, called: bool, partial: bool = False) -> None:
     """Checks one target; `called` says whether it is to be called or only named.
+
+    With `partial` it will be called later, by the model.
 
     Raises:
         UnsafeTarget: see the module.
@@ -56,7 +65,8 @@ def check_target(name: str, source: str, *, called: bool) -> None:
     if not target_allowlist.is_allowed(real):
         raise UnsafeTarget(f"{source}: _target_ {name} is {real}, which no configuration needs. It is not built.")
     data = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
-    if called and not (data or real in _BUILDERS):
+    prepared = partial and real.startswith(_PARTIALS)
+    if called and not (data or prepared or real in _BUILDERS):
         raise UnsafeTarget(
             f"{source}: _target_ {name} is no dataclass, so a configuration must not call it. To name a function "
             "without calling it add `_call_: false`."
@@ -66,12 +76,16 @@ def check_target(name: str, source: str, *, called: bool) -> None:
 def check_checkpoint(path: str | Path) -> None:
     """Checks the configurations saved in a Megatron checkpoint, before anything of Bridge reads them.
 
+    Bridge builds the sections `model` and `tokenizer` (training/model_load_save.py) and compares the others as text;
+    a run's own dataset section names a tokenizer's class.
+
     Raises:
         UnsafeTarget: a checkpoint from somebody else that would run code.
     """
     for saved in sorted({*Path(path).glob("run_config.yaml"), *Path(path).glob("iter_*/run_config.yaml")}):
         try:
-            check_targets(yaml.safe_load(saved.read_text()), str(saved))
+            tree = yaml.safe_load(saved.read_text()) or {}
+            check_targets([tree.get("model"), tree.get("tokenizer")], str(saved))
         except yaml.YAMLError as error:
             raise UnsafeTarget(f"{saved} is not plain YAML: {error}") from error
 

@@ -24,13 +24,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
-from megatron.bridge.training.checkpointing import _load_model_weights_from_checkpoint
+from megatron.bridge.training.checkpointing import _load_model_weights_from_checkpoint, _resolve_checkpoint_iteration
+from megatron.bridge.training.utils.checkpoint_utils import checkpoint_exists, get_checkpoint_name
 from megatron.core import parallel_state as groups
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_kd.bridge.output import head_of
 from megatron_kd.bridge.step import cp_positions
+from megatron_kd.bridge.targets import check_checkpoint
 from megatron_kd.errors import ConfigError
 from megatron_kd.loss import TeacherRows, VocabShard, fused_linear_topk
 from megatron_kd.loss.matmul import logits_into
@@ -100,6 +102,8 @@ class MegatronTeacher:
         """
         if dtype not in _DTYPES:
             raise TeacherError(f"dtype {dtype!r} is not one that Megatron teachers have; use {' or '.join(_DTYPES)}")
+        if checkpoint is not None:
+            check_checkpoint(checkpoint)
         bridge = AutoBridge.from_hf_pretrained(str(teacher))
         provider = bridge.to_megatron_provider(load_weights=checkpoint is None)
         _set(provider, {**(settings or {}), **_precision(dtype)})
@@ -115,7 +119,7 @@ class MegatronTeacher:
         provider.initialize_model_parallel(seed=0)
         model = provider.provide_distributed_model(wrap_with_ddp=False)
         if checkpoint is not None:
-            _load_model_weights_from_checkpoint(str(checkpoint), model)
+            _load_model_weights_from_checkpoint(_weights_folder(checkpoint), model)
         known = load_tokenizer_identity(str(teacher) if tokenizer is None and vocab_size is None else tokenizer)
         real = vocab_size if vocab_size is not None else known["vocab_size"]
         if real > provider.vocab_size:
@@ -359,6 +363,23 @@ def _set(provider: Any, settings: dict[str, Any]) -> None:
         if not hasattr(provider, name):
             raise ConfigError(f"model.{name}: {type(provider).__name__} has no such setting.")
         setattr(provider, name, value)
+
+
+def _weights_folder(checkpoint: str | Path) -> str:
+    """The folder of the newest iteration of a checkpoint, or the folder itself if it is one.
+
+    Raises:
+        TeacherError: there is no checkpoint.
+    """
+    folder = str(checkpoint)
+    if Path(folder, ".metadata").exists():
+        return folder
+    if not checkpoint_exists(folder):
+        raise TeacherError(
+            f"--checkpoint {folder} is no Megatron checkpoint: expected a run's folder of checkpoints, or one of its "
+            "iter_* folders"
+        )
+    return get_checkpoint_name(folder, *_resolve_checkpoint_iteration(folder, None))
 
 
 def _precision(dtype: str) -> dict[str, Any]:

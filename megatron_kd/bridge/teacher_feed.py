@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -50,26 +50,28 @@ class TeacherBatch:
 
     Attributes:
         teacher: ids int32 [n, B, K], logprobs float32 [n, B, K], log_tail float32 [n, B], at the loss's temperature.
-        token_weight: float32 [n, B], the batch's loss mask; 0 where ``masked``, and with ``kd.context: exact`` where
-            ``cut``.
+        token_weight: float32 [n, B], the batch's loss mask; 0 where ``masked`` or ``absent``, and with ``kd.context:
+            exact`` where ``cut``.
         masked: bool [n, B], on the host: positions with loss whose rows could not be read. None if that ends the run.
         cut: bool [n, B], on the host: positions with loss at which the student sees less than the teacher saw. None
             if there is no teacher.
+        absent: bool [n, B], on the host: positions with loss for which the cache stores no row. None likewise.
     """
 
     teacher: TopK
     token_weight: torch.Tensor
     masked: torch.Tensor | None = None
     cut: torch.Tensor | None = None
+    absent: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "TeacherBatch":
         """A copy on ``device``, without waiting for it; what is on the host stays there."""
         move = lambda x: x.to(device, non_blocking=True)  # noqa: E731
-        return TeacherBatch(TopK(*map(move, self.teacher)), move(self.token_weight), self.masked, self.cut)
+        return replace(self, teacher=TopK(*map(move, self.teacher)), token_weight=move(self.token_weight))
 
     def without(self, masked: torch.Tensor) -> "TeacherBatch":
         """The same with the positions ``masked`` [n, B] left out of the loss."""
-        return TeacherBatch(self.teacher, self.token_weight.masked_fill(masked, 0.0), masked, self.cut)
+        return replace(self, token_weight=self.token_weight.masked_fill(masked, 0.0), masked=masked)
 
 
 class CacheFeed:
@@ -184,13 +186,13 @@ class CacheFeed:
                 batch[KEY].tolist(), batch["tokens"].numpy(), batch["loss_mask"].numpy(), strict=True
             )
         ]
-        ids, logprobs, log_tail, weight, lost, cut = (
+        ids, logprobs, log_tail, weight, lost, cut, absent = (
             torch.from_numpy(np.stack(x, axis=1)) for x in zip(*samples, strict=True)
         )
         cut &= weight != 0
         if self.context == "exact":
             weight = weight.masked_fill(cut, 0.0)
-        rows = TeacherBatch(TopK(ids, logprobs, log_tail), weight, cut=cut)
+        rows = TeacherBatch(TopK(ids, logprobs, log_tail), weight, cut=cut, absent=absent)
         return rows if self.bad_blocks.policy == "raise" else rows.without(lost & (weight != 0))
 
     def _read_sample(self, split: int, index: int, tokens: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -209,7 +211,10 @@ class CacheFeed:
             )
         rows, lost = self._read_rows(reader, coords, present)
         present &= ~lost
-        weight[present] *= np.isfinite(rows.logprobs[:, 0])  # a row without even one entry says: no teacher here
+        absent = np.zeros(len(positions), dtype=bool)
+        absent[present] = ~np.isfinite(rows.logprobs[:, 0])  # a row without even one entry says: no teacher here
+        absent &= weight != 0
+        weight[absent] = 0
         echo = rows.tokens.astype(np.int64)
         echo[echo == spans.pad_token] = 0  # as GPTDataset does with its padding token
         check_echo(echo, tokens[positions][present], where=where)
@@ -220,6 +225,7 @@ class CacheFeed:
             weight,
             lost,
             positions < spans.cut(found),
+            absent,
         )
 
     def _read_rows(self, reader: CacheReader, coords: np.ndarray, present: np.ndarray) -> tuple[Rows, np.ndarray]:

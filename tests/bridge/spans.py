@@ -235,10 +235,12 @@ def check_unknown_rows(hf: Path, root: Path) -> dict[str, int]:
         feed.bind([keyed, None, None])
         for index in range(len(keyed)):
             batch = {name: value[None] for name, value in keyed[index].items() if torch.is_tensor(value)}
-            weight = feed.take(batch).token_weight[:, 0].numpy()
+            found = feed.take(batch)
+            weight, absent = found.token_weight[:, 0].numpy(), found.absent[:, 0].numpy()
             for at, axis in true_positions(keyed.dataset, index, 64):
                 unknown = axis % 7 == 0
                 assert np.array_equal(weight[at : at + len(axis)] == 0, unknown)
+                assert np.array_equal(absent[at : at + len(axis)], unknown)
                 counts["unknown"] += int(unknown.sum())
                 counts["known"] += int((~unknown).sum())
     return counts

@@ -16,14 +16,16 @@ LAYOUTS = {
         "sequence_parallel": True,
         "pipeline_model_parallel_size": 2,
     },
+    "PP=2, of a checkpoint": {"pipeline_model_parallel_size": 2},
     "TP=2 CP=2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2},
 }
 OPTIONS = {"top_k": 20, "temperatures": (2.0,), "values": "f32", "tile_tokens": 300, "batch_tokens": 256}
 
 
 def build_all(hf: Path, corpus: Path, root: Path) -> None:
-    """A cache for every layout, at root/NAME."""
+    """A cache for every layout, at root/NAME; one from a Megatron checkpoint that the first layout leaves."""
     import torch
+    from megatron.bridge import AutoBridge
     from megatron.core import parallel_state
 
     from megatron_kd.bridge.teacher import MegatronTeacher
@@ -34,7 +36,12 @@ def build_all(hf: Path, corpus: Path, root: Path) -> None:
     torch.distributed.init_process_group("gloo")
     for name, sizes in LAYOUTS.items():
         settings: dict[str, Any] = {"expert_tensor_parallel_size": 1, **sizes}
-        teacher = MegatronTeacher.load(hf, dtype="float32", settings=settings, prepare=prepare_model)
+        checkpoint = root / "checkpoint" if "checkpoint" in name else None
+        teacher = MegatronTeacher.load(
+            hf, checkpoint=checkpoint, dtype="float32", settings=settings, prepare=prepare_model
+        )
+        if name == next(iter(LAYOUTS)):
+            AutoBridge.from_hf_pretrained(str(hf)).save_megatron_model(teacher.model, root / "checkpoint")
         build_cache(
             teacher,
             DocumentUnits(Corpus(corpus)),

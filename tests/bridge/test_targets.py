@@ -77,6 +77,12 @@ def in_rank_saved(folder: Path) -> None:
     cfg, _ = load_config(SMOLLM2, overrides=[f"checkpoint.pretrained_checkpoint={checkpoint.parent}"])
     with pytest.raises(UnsafeTarget, match="run_config.yaml: _target_ torch.os.system is posix.system"):
         check_paths(cfg)
+    for hostile in (
+        {"_target_": "torch.hub.load", "_partial_": True, "_args_": ["somebody/else", "model"]},
+        {"_target_": "torch.load", "_partial_": True, "weights_only": False},
+    ):
+        with pytest.raises(UnsafeTarget, match="must not call it"):
+            check_targets({"model": {"init_method": hostile}}, "a checkpoint")
     with pytest.raises(UnsafeTarget, match="posix.system"):
         export_hf(checkpoint.parent, folder, folder / "out")
     for divergence in ("torch:os.system", "os:system", "megatron_kd.loss:os"):
