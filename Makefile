@@ -1,6 +1,6 @@
 # Two commands: `make demo` runs the main job, `make test` passes the tests. Both install what is missing into .venv.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slurm lint requirements clean
+.PHONY: help demo test test-slow test-slurm lint requirements clean
 
 # The first interpreter that is Python 3.12; say so plainly if there is none.
 PYTHON ?= $(shell for p in python3.12 python3 python; do \
@@ -13,6 +13,7 @@ BIN := .venv/bin
 help:
 	@echo "make demo   distil a real small model on this machine's CPU, about 10 minutes (ARGS=--quick: about 3)"
 	@echo "make test   run the tests (ARGS=tests/loss for a part)"
+	@echo "make test-slow   run those that take minutes each: the quick demo, every recipe shrunk, the bench"
 	@echo "make test-slurm   run the job scripts on a Slurm of two nodes that starts here; needs root and slurmd"
 	@echo "make lint   ruff"
 	@echo "make requirements   pin requirements/dev.txt anew from pyproject.toml"
@@ -30,6 +31,9 @@ demo: .venv/ready
 
 test: .venv/ready
 	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: .venv/ready
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-slurm: .venv/ready
 	$(BIN)/python -m pytest tests/slurm -m slurm $(ARGS)

@@ -292,6 +292,7 @@ def in_rank_ranks(path: Path) -> int:
     return check(Request(None, None, path, ()), None, world_size(path))[0]
 
 
+@pytest.mark.slow
 def test_every_yaml_recipe_trains_shrunk(loaded):
     """Recipes whose shrunk twins are the same, setting by setting, train once."""
     twins = {digest: ROOT / "recipes" / name for name, (*_, digest) in loaded.items()}

@@ -7,6 +7,8 @@ tests/slurm has the whole of it, on a real Slurm.
 import os
 import signal
 
+import pytest
+
 from megatron_kd import dryrun
 
 
@@ -29,5 +31,6 @@ def in_rank_signalled() -> tuple[list, str]:
     return set_by_us, queue.get(timeout=30)
 
 
+@pytest.mark.slow
 def test_the_checkpoints_helper_survives_the_signal():
     assert dryrun.run_ranks(in_rank_signalled, 1)[0] == ([True, True, 1], "written")

@@ -19,6 +19,7 @@ from megatron_kd.report.loss_bench import HEAD
 from tests.loss.checks import relative
 from tests.loss.oracle import kl
 
+pytestmark = pytest.mark.slow
 N, H, V, K, STRIP = 40, 32, 600, 10, 16
 SHAPE = BenchShape(N, H, V, K, "float32", "cpu", STRIP)
 OURS = ("fused",)
