@@ -12,6 +12,7 @@ from megatron_kd.launch import keys
 OURS = "gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config"
 
 
+@pytest.mark.slow
 def test_the_list_is_that_of_the_installed_bridge():
     found = dryrun.run_ranks(keys.collect, 1)[0]
     if json.loads(keys.PATH.read_text()) != found:
