@@ -268,7 +268,7 @@ MISFITS = {
         ["tokenizer.use_tokenizer_vocab_size=True", "model.vocab_size", "Set it to false"],
     ),
     ("checkpoint.load=/nope",): (8, ["checkpoint.load=/nope", "does not exist"]),
-    ("checkpoint.load=/tmp",): (8, ["checkpoint.load=/tmp", "without a checkpoint"]),
+    (f"checkpoint.load={Path(__file__).parent}",): (8, ["checkpoint.load=", "without a checkpoint"]),
     (): (6, ["world size 6", "TP=4 PP=1 CP=1 EP=8", "TP*PP*CP = 4", "8 or 16"]),
     ("model.expert_model_parallel_size=3",): (4, ["world size 4", "EP=3", "ETP*PP*EP = 3", "12 or 24"]),
     ("train.global_batch_size=7",): (8, ["train.global_batch_size=7", "micro_batch_size * DP = 1 * 2", "6 would fit"]),

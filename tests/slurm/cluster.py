@@ -5,6 +5,7 @@ Each node says it has 8 CPUs and 8 GPUs, whatever the machine has: Slurm only co
 slurmctld, slurmd, slurm-client and munge.
 """
 
+import contextlib
 import os
 import shutil
 import socket
@@ -97,6 +98,15 @@ class Cluster:
                 daemon.wait(20)
             except subprocess.TimeoutExpired:
                 daemon.kill()
+
+    def bring_back(self, node: str) -> None:
+        """Put a node that was set down to work again, once its last job is off it."""
+        deadline = time.monotonic() + 120
+        while "DOWN" in self.run("sinfo", "--noheader", "--nodes", node, "--format", "%T").upper():
+            assert time.monotonic() < deadline, self.run("scontrol", "show", "node", node)
+            with contextlib.suppress(AssertionError):  # refused while the job is being taken off
+                self.run("scontrol", "update", f"nodename={node}", "state=resume")
+            time.sleep(1)
 
     def run(self, *command: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
         """Standard output of a command that must succeed."""

@@ -125,7 +125,7 @@ def test_a_run_with_its_plugs_pulled_ends_with_the_same_losses(cluster, inputs, 
     wait_for_step(saved + EVERY + 1)
     cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     job.wait("PENDING", logs=logs)
-    cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+    cluster.bring_back("n2")
     job.wait_for_restart(3, logs)
     job.wait("COMPLETED", "FAILED", "CANCELLED", timeout_s=400, logs=logs)
 
