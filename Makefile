@@ -11,7 +11,7 @@ PLATFORM := --python-platform x86_64-manylinux_2_39
 BIN := .venv/bin
 
 help:
-	@echo "make demo   distil a real small model on this machine's CPU, about 10 minutes (ARGS=--quick: about 3)"
+	@echo "make demo   distil a real small model on this machine's CPU, about 10 minutes (ARGS=--quick: 3 to 4)"
 	@echo "make test   run the tests (ARGS=tests/loss for a part)"
 	@echo "make test-slow   run those that take minutes each: the quick demo, every recipe shrunk, the bench"
 	@echo "make test-slurm   run the job scripts on a Slurm of two nodes that starts here; needs root and slurmd"

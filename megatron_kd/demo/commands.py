@@ -24,7 +24,7 @@ that is there already, made with the same settings, is reused, so an interrupted
 _EXAMPLES = """\
 examples:
   megatron-kd demo
-  megatron-kd demo --quick                          all stages in three minutes, few steps
+  megatron-kd demo --quick                          all stages in three to four minutes
   megatron-kd demo --text my.txt --run-dir my-run   on your own text, about 100 KB or more
 """
 
@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="few steps and little text: at most three minutes")
+    parser.add_argument("--quick", action="store_true", help="few steps and little text: three to four minutes")
     parser.add_argument("--text", type=Path, metavar="FILE", help="train and evaluate on this text file instead")
     parser.add_argument(
         "--run-dir", type=Path, default=Path("demo-run"), metavar="DIR", help="run folder (default ./demo-run)"
