@@ -10,7 +10,6 @@ import importlib.util
 import os
 import re
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -210,21 +209,11 @@ def dry_run(request: Request, *, ranks: int | None, world_size: int | None) -> N
 
 def _on_cpu_ranks(name: str, world_size: int, *args: Any) -> list[Any]:
     """Runs a function of `rehearsal` on CPU ranks; a rank's `UserError` is raised here as it was raised there."""
-    with tempfile.TemporaryDirectory(prefix="megatron-kd-") as folder:
-        refusal = Path(folder) / "refusal"
-        try:
-            return dryrun.run_ranks(_on_rank, world_size, args=(name, args, refusal))
-        except dryrun.RankFailed as error:
-            if refusal.exists():
-                raise UserError(refusal.read_text()) from error
-            raise
+    with dryrun.refusals_raised():
+        return dryrun.run_ranks(_on_rank, world_size, args=(name, args))
 
 
-def _on_rank(name: str, args: tuple, refusal: Path) -> Any:
+def _on_rank(name: str, args: tuple) -> Any:
     from megatron_kd.bridge import rehearsal
 
-    try:
-        return getattr(rehearsal, name)(*args)
-    except UserError as error:
-        refusal.write_text(str(error))
-        raise
+    return getattr(rehearsal, name)(*args)

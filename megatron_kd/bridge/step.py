@@ -3,8 +3,9 @@
 
 It is Bridge's own ``gpt_step.forward_step`` (batch, context-parallel slicing, timers, FLOPs), given an iterator that
 keeps the teacher's key back and a model that passes the output processor on. What the last pipeline stage reports:
-``lm loss``, ``kd loss``, ``total loss`` and, where bad blocks may be masked, ``kd masked`` as (sum, tokens) pairs,
-which Bridge averages over data-parallel ranks and sends to console, TensorBoard, W&B and MLflow.
+``lm loss``, ``kd loss``, ``total loss`` and the shares ``kd cut``, ``kd absent`` and, where bad blocks may be masked,
+``kd masked``, as (sum, tokens) pairs, which Bridge averages over data-parallel ranks and sends to console,
+TensorBoard, W&B and MLflow.
 """
 
 from collections.abc import Callable, Iterator
@@ -120,19 +121,14 @@ def reported_loss(
     one = torch.ones(1, device=tensor.device)
     loss, _, _ = masked_next_token_loss(one, tensor, check_for_nan_in_loss, check_for_spiky_loss)
     sums: LossSums = output.sums
-    count = output.teacher.token_weight.sum().to(torch.int).to(tensor.device)
+    teacher = output.teacher
+    count = teacher.token_weight.sum().to(torch.int).to(tensor.device)
     named = {"lm loss": sums.ce, "kd loss": sums.kd, "total loss": sums.total}
     report = {name: torch.stack([value.detach().float(), count.float()]) for name, value in named.items()}
-    if output.teacher.masked is not None:
-        masked = output.teacher.masked.sum().to(count)
-        report["kd masked"] = torch.stack([masked, masked + count]).float()
-    if output.teacher.cut is not None:
-        cut = output.teacher.cut.sum().to(count)
-        left_out = (output.teacher.cut & (output.teacher.token_weight == 0)).sum().to(count)
-        report["kd cut"] = torch.stack([cut, left_out + count]).float()
-    if output.teacher.absent is not None:
-        absent = output.teacher.absent.sum().to(count)
-        report["kd absent"] = torch.stack([absent, absent + count]).float()
+    for name, tokens in (("kd masked", teacher.masked), ("kd cut", teacher.cut), ("kd absent", teacher.absent)):
+        if tokens is not None:  # a share of all tokens with loss, of which some may have been left out
+            left_out = tokens & (teacher.token_weight == 0)
+            report[name] = torch.stack([tokens.sum().to(count), left_out.sum().to(count) + count]).float()
     return loss, count, report
 
 

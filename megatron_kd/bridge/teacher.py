@@ -30,12 +30,11 @@ from megatron.core import parallel_state as groups
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_kd.bridge.output import head_of
 from megatron_kd.bridge.step import cp_positions
 from megatron_kd.bridge.targets import check_checkpoint
+from megatron_kd.bridge.teacher_output import Probe, Selector
 from megatron_kd.errors import ConfigError
-from megatron_kd.loss import TeacherRows, VocabShard, fused_linear_topk
-from megatron_kd.loss.matmul import logits_into
+from megatron_kd.loss import TeacherRows
 from megatron_kd.teacher.errors import TeacherError, implausible_if_not_finite
 from megatron_kd.teacher.huggingface import load_tokenizer_identity, weights_digest
 
@@ -71,7 +70,7 @@ class MegatronTeacher:
             and groups.get_context_parallel_rank() == 0
             and groups.is_pipeline_first_stage()
         )
-        self._run([np.arange(_PROBE_TOKENS) * 7919 % vocab_real], _Probe(self.name, vocab_real))
+        self._run([np.arange(_PROBE_TOKENS) * 7919 % vocab_real], Probe(self.name, vocab_real))
 
     @classmethod
     def load(
@@ -158,7 +157,7 @@ class MegatronTeacher:
     ) -> TeacherRows:
         """See `Teacher.rows`."""
         skip = skip or [0] * len(sequences)
-        select = _Selector(
+        select = Selector(
             self.vocab_real, {"top_k": top_k, "temperatures": tuple(temperatures), "strip_tokens": strip_tokens}
         )
         if labels is not None:
@@ -200,7 +199,7 @@ class MegatronTeacher:
 
     @torch.no_grad()
     def _run(
-        self, sequences: Sequence[np.ndarray], processor: "_Selector | _Probe", labels: Sequence | None = None
+        self, sequences: Sequence[np.ndarray], processor: "Selector | Probe", labels: Sequence | None = None
     ) -> list[TeacherRows | None]:
         """One pass of the pipeline: what the processor returns for each micro-batch; None but on the last stage.
 
@@ -247,7 +246,7 @@ class MegatronTeacher:
         )
         return found
 
-    def _of_all_ranks(self, rows: TeacherRows | None, select: "_Selector", with_labels: bool) -> TeacherRows:
+    def _of_all_ranks(self, rows: TeacherRows | None, select: "Selector", with_labels: bool) -> TeacherRows:
         """One micro-batch [S, B, ...] from the last stage and all context-parallel ranks, on every rank."""
         if rows is not None:
             rows = self._whole_sequence(rows)
@@ -280,82 +279,6 @@ class MegatronTeacher:
             return torch.cat(parts)[torch.cat(places).argsort()]
 
         return TeacherRows(*map(joined, rows))
-
-
-class _Selector:
-    """An output processor's work: hidden states to teacher rows."""
-
-    def __init__(self, vocab_real: int, options: dict[str, Any]):
-        self.vocab_real, self.options = vocab_real, options
-
-    def __call__(
-        self,
-        next_ids: torch.Tensor | None,
-        *,
-        hidden_states: torch.Tensor,
-        output_layer: MegatronModule,
-        output_weight: torch.Tensor | None,
-        config: Any,
-        **_: Any,
-    ) -> TeacherRows:
-        """Rows [S / CP, B, ...] of hidden states [S / CP / TP or S / CP, B, H]."""
-        weight, shard = head_of(output_layer, output_weight, config, self.vocab_real)
-        rows = fused_linear_topk(
-            hidden_states,
-            weight,
-            shard=shard,
-            sequence_parallel=config.sequence_parallel,
-            labels=None if next_ids is None else next_ids.T.contiguous(),
-            **self.options,
-        )
-        batch = hidden_states.shape[1]
-        return TeacherRows(*(None if part is None else part.unflatten(0, (-1, batch)) for part in rows))
-
-    def empty(self, shape: list[int], device: torch.device, with_labels: bool) -> TeacherRows:
-        """Rows of that shape, to be received."""
-        make = lambda *more, dtype=torch.float32: torch.empty(*shape, *more, dtype=dtype, device=device)  # noqa: E731
-        k, temperatures = self.options["top_k"], len(self.options["temperatures"])
-        return TeacherRows(
-            make(k, dtype=torch.int64), make(k), make(), make(temperatures), make() if with_labels else None
-        )
-
-
-class _Probe:
-    """Compares hidden states times weight with what the output layer itself returns, so that no cap is overlooked."""
-
-    def __init__(self, name: str, vocab_real: int):
-        self.name, self.vocab_real = name, vocab_real
-
-    def __call__(
-        self,
-        next_ids: None,
-        *,
-        hidden_states: torch.Tensor,
-        output_layer: MegatronModule,
-        output_weight: torch.Tensor | None,
-        scale_logits: Callable,
-        config: Any,
-        **_: Any,
-    ) -> None:
-        """Raise TeacherError if they differ by more than rounding."""
-        weight, shard = head_of(output_layer, output_weight, config, self.vocab_real)
-        theirs = scale_logits(output_layer(hidden_states, weight=output_weight)[0]).flatten(0, 1).float()
-        hidden = _gathered(hidden_states, shard) if config.sequence_parallel else hidden_states
-        ours = torch.empty_like(theirs)
-        logits_into(ours, hidden.flatten(0, 1), weight, torch.float32)
-        error, size = float((ours - theirs).abs().max()), float(theirs.abs().max())
-        allowed = max(1e-4, 4 * torch.finfo(hidden.dtype).eps) * size
-        if not error <= allowed:
-            raise TeacherError(
-                f"{self.name}: its logits are not output weight x hidden state (largest difference {error:.3g} of "
-                f"{size:.3g}); this architecture does something to them that is not supported yet"
-            )
-
-
-def _gathered(hidden: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    parts = [torch.empty_like(hidden) for _ in range(shard.world_size)]
-    dist.all_gather(parts, hidden.contiguous(), group=shard.group)
-    return torch.cat(parts)
 
 
 def _set(provider: Any, settings: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@
 the ranks. Importing this package patches nothing.
 """
 
-from megatron_kd.dryrun.launch import RankFailed, Ranks, run_ranks, start_ranks
+from megatron_kd.dryrun.launch import RankFailed, Ranks, refusals_raised, run_ranks, start_ranks
 from megatron_kd.dryrun.prepare import Change, prepare, prepare_model
 from megatron_kd.dryrun.shrink import shrink
 
@@ -16,6 +16,7 @@ __all__ = [
     "enable",
     "prepare",
     "prepare_model",
+    "refusals_raised",
     "run_ranks",
     "shrink",
     "start_ranks",

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,17 @@ class RankFailed(RuntimeError):
     def __init__(self, rank: int, reason: str, refusal: str | None = None) -> None:
         super().__init__(f"rank {rank}: {reason}")
         self.rank, self.refusal = rank, refusal
+
+
+@contextlib.contextmanager
+def refusals_raised() -> Iterator[None]:
+    """Raise here the `UserError` that a rank raised, without the traceback of `RankFailed`."""
+    try:
+        yield
+    except RankFailed as error:
+        if error.refusal is None:
+            raise
+        raise UserError(error.refusal) from error
 
 
 def run_ranks(
@@ -178,8 +189,14 @@ class Ranks:
             if not ready:
                 rank = min(open_pipes)
                 raise RankFailed(rank, f"not finished after {timeout_s:g} s; all ranks killed.{self._log_tail(rank)}")
+            failures = []
             for rank in [rank for rank, pipe in open_pipes.items() if pipe in ready]:
-                results[rank] = self._receive(rank, open_pipes.pop(rank))
+                try:
+                    results[rank] = self._receive(rank, open_pipes.pop(rank))
+                except RankFailed as error:
+                    failures.append(error)
+            if failures:  # a refusal says why the others lost their peer
+                raise next((error for error in failures if error.refusal), failures[0])
         return [results[rank] for rank in range(len(self._processes))]
 
     def _receive(self, rank: int, pipe: multiprocessing.connection.Connection) -> Any:

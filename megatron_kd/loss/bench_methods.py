@@ -21,6 +21,7 @@ import torch
 from megatron_kd.loss.arguments import TopK, default_strip_tokens
 from megatron_kd.loss.errors import require
 from megatron_kd.loss.fused_linear import fused_linear_divergence
+from megatron_kd.loss.fused_topk import fused_linear_topk
 from megatron_kd.loss.reference import dense_divergence, forward_chunked_divergence
 from megatron_kd.loss.vocab_parallel import VocabShard
 
@@ -33,9 +34,6 @@ METHODS = {
     "megatron-topk": "megatron_kd.bridge.other_losses:megatron_topk",
     "liger": "megatron_kd.bridge.other_losses:liger",
 }
-
-TEACHER_BLOCK = 512
-"""Tokens whose teacher logits are held while inputs are made."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class BenchInputs:
 def make_inputs(shape: BenchShape, seed: int = 0) -> BenchInputs:
     """A teacher that is sure of some tokens, and a student near it: logits of spread 3, which differ by 0.3.
 
-    The teacher has the student's head and hidden states of its own, and is projected TEACHER_BLOCK tokens at a time.
+    The teacher has the student's head and hidden states of its own.
     """
     random = torch.Generator(shape.device).manual_seed(seed)
 
@@ -121,23 +119,14 @@ def make_inputs(shape: BenchShape, seed: int = 0) -> BenchInputs:
     weight = (normal(shape.columns, shape.hidden) / shape.hidden**0.5).to(shape.torch_dtype)
     hidden = 3 * normal(shape.tokens, shape.hidden)
     teacher_hidden = (hidden + 0.3 * normal(shape.tokens, shape.hidden)).to(shape.torch_dtype)
-    wide = weight.float()
-    rows = [_top_k(block.float() @ wide.T, shape.top_k) for block in teacher_hidden.split(TEACHER_BLOCK)]
+    rows = fused_linear_topk(teacher_hidden, weight, top_k=shape.top_k)
     return BenchInputs(
         hidden=hidden.to(shape.torch_dtype).requires_grad_(),
         weight=weight.requires_grad_(),
-        teacher=TopK(*(torch.cat(parts) for parts in zip(*rows, strict=True))),
+        teacher=TopK(rows.ids, rows.logprobs.float(), rows.log_tail.float()),
         teacher_hidden=teacher_hidden,
         token_weight=torch.full((shape.tokens,), 1 / shape.tokens, device=shape.device),
     )
-
-
-def _top_k(logits: torch.Tensor, k: int) -> TopK:
-    """The sparse teacher of logits [n, V], which are overwritten."""
-    log_total = logits.logsumexp(1)
-    entries, ids = logits.topk(k, dim=1)
-    log_tail = logits.scatter_(1, ids, -torch.inf).logsumexp(1)
-    return TopK(ids, entries - log_total[:, None], log_tail - log_total)
 
 
 def sparse_kl(inputs: BenchInputs) -> torch.Tensor:

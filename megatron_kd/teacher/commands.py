@@ -17,7 +17,7 @@ from typing import Any
 from megatron_kd.cache.corpus import Corpus, DocumentUnits, UnitSource
 from megatron_kd.cache.manifest import load_manifest
 from megatron_kd.cache.sets import LaterUnits
-from megatron_kd.errors import ConfigError, UserError
+from megatron_kd.errors import ConfigError
 
 _TIMEOUT_S = 14 * 24 * 3600
 _LOADING = {
@@ -171,13 +171,8 @@ def _on_cpu_ranks(args: argparse.Namespace, model: dict[str, Any]) -> Path | Non
     print(f"Loading Megatron-Bridge on {args.cpu_ranks} CPU ranks (half a minute).", flush=True)
     vars(args).pop("parser")
     vars(args).pop("run")
-    with _bar(args):
-        try:
-            said = dryrun.run_ranks(_on_cpu_rank, args.cpu_ranks, args=(args, model), timeout_s=_TIMEOUT_S)
-        except dryrun.RankFailed as error:
-            if error.refusal is not None:
-                raise UserError(error.refusal) from error
-            raise
+    with _bar(args), dryrun.refusals_raised():
+        said = dryrun.run_ranks(_on_cpu_rank, args.cpu_ranks, args=(args, model), timeout_s=_TIMEOUT_S)
     print(said[0], end="")
     return None if args.dry_run else args.out
 
