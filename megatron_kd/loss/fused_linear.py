@@ -36,6 +36,7 @@ from megatron_kd.loss.hidden_grad import HiddenGradient
 from megatron_kd.loss.matmul import operand_dtype, scaled, without_autocast
 from megatron_kd.loss.row_kernels import (
     RowGradient,
+    exponentials_gradient_,
     read_owned,
     row_exponentials,
     row_gradient_,
@@ -206,7 +207,8 @@ def strip_statistics(strip: Strip, call: LossCall, at_once: bool) -> tuple[torch
     The strip's logits keep the tail alone; if their gradient follows at once, as exponentials where that saves work.
     """
     arguments = strip.logits, strip.columns, strip.label_column, call.temperature
-    if not at_once or call.two_temperatures or use_triton(strip.logits) or not strip.logits.numel():
+    on_cpu = strip.logits.device.type == "cpu" and not use_triton(strip.logits)
+    if not (at_once and on_cpu and strip.logits.numel()) or call.two_temperatures:
         return row_statistics(*arguments, at_one=call.two_temperatures)
     owned, tails, strip.shift = row_exponentials(*arguments)
     return owned, tails
@@ -287,13 +289,17 @@ def add_gradients(
     call: LossCall,
 ) -> None:
     """Turn the strip's logits into their gradient, and send it to hidden and weight."""
-    dtype = operand_dtype(strip.logits, weight)
-    gradient = gradient._replace(shift=strip.shift)
-    grad = row_gradient_(strip.logits, strip.columns, strip.label_column, gradient, call.temperature, dtype)
+    factor = None
+    if strip.shift is None:
+        dtype = operand_dtype(strip.logits, weight)
+        grad = row_gradient_(strip.logits, strip.columns, strip.label_column, gradient, call.temperature, dtype)
+    else:
+        grad = strip.logits
+        factor = exponentials_gradient_(grad, strip.columns, strip.label_column, gradient, strip.shift)
     if grad_hidden is not None:
-        grad_hidden.add(strip, grad, weight[: call.shard.real])
+        grad_hidden.add(strip, grad, weight[: call.shard.real], factor)
     if grad_weight is not None:
-        grad_weight.add(grad, strip.hidden)
+        grad_weight.add(grad, strip.hidden if factor is None else strip.hidden * factor)
 
 
 def loss_sums(kd: torch.Tensor, ce: torch.Tensor, call: LossCall) -> LossSums:

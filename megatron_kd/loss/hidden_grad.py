@@ -25,17 +25,17 @@ class HiddenGradient:
         self._call = call
         self._travels: OnItsWay | None = None
 
-    def add(self, strip: Strip, grad: torch.Tensor, weight: torch.Tensor) -> None:
-        """Multiply grad [n, V] with weight [V, H] and send the product on its way."""
+    def add(self, strip: Strip, grad: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor | None) -> None:
+        """Multiply grad [n, V], which lacks the factor [n, 1], with weight [V, H]; send the product on its way."""
         self.finished()
         own, shard = self._total[strip.rows], self._call.shard
         if self._call.sequence_parallel:
-            partial = strip.with_left_out(hidden_gradient(grad, weight))
+            partial = strip.with_left_out(hidden_gradient(grad, weight, factor))
             self._travels = start_reduce_scatter_rows(partial, own, shard)
         elif strip.kept is None:
-            self._travels = start_all_reduce(hidden_gradient(grad, weight, out=own), shard)
+            self._travels = start_all_reduce(hidden_gradient(grad, weight, factor, out=own), shard)
         else:
-            own.copy_(strip.with_left_out(all_reduce(hidden_gradient(grad, weight), shard)))
+            own.copy_(strip.with_left_out(all_reduce(hidden_gradient(grad, weight, factor), shard)))
 
     def finished(self) -> torch.Tensor:
         """The gradient [R, H], once what travels has arrived."""

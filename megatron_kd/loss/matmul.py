@@ -38,13 +38,21 @@ def operand_dtype(logits: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     return weight.dtype if _mixed(weight, logits) else logits.dtype
 
 
-def hidden_gradient(grad: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """grad @ weight, [n, H] in the dtype of weight, in new memory or `out`. grad is in operand_dtype."""
+def hidden_gradient(
+    grad: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """grad @ weight, [n, H] in the dtype of weight, times the factor [n, 1]. In new memory or `out`.
+
+    grad is in operand_dtype, the factor in its dtype.
+    """
     if grad.dtype == weight.dtype:
-        return torch.mm(grad, weight, out=out)
+        product = torch.mm(grad, weight, out=out)
+        return product if factor is None else product.mul_(factor)
     total = grad.new_zeros(len(grad), weight.shape[1])
     for block in _blocks(weight):
         torch.addmm(total, grad[:, block], weight[block].to(grad.dtype), out=total)
+    if factor is not None:
+        total.mul_(factor)
     return total.to(weight.dtype) if out is None else out.copy_(total)
 
 

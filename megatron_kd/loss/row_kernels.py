@@ -7,8 +7,8 @@ be narrower than that of the logits, over the front of its own row.
 
 Here are the eager forms, and the choice between them and the Triton kernels of triton_kernels.py, one pass each.
 Cost of the eager forms: a few rows at a time, so that what lies between two operators stays in a cache; beyond the
-logits, two or three blocks of BLOCK_ELEMENTS. Where the gradient follows at once, row_exponentials leaves exponentials
-behind, so that each is computed once.
+logits, two or three blocks of BLOCK_ELEMENTS. On CPU, where the gradient follows at once, row_exponentials leaves
+exponentials behind, which are the gradient but for a factor of each row (exponentials_gradient_): one pass in all.
 
 Legend: n tokens of a strip, V real columns of this rank, K teacher entries.
 """
@@ -49,8 +49,6 @@ class RowGradient(NamedTuple):
     """[n]; None unless cross entropy has a temperature of its own."""
     log_total: torch.Tensor | None = None
     """[n]: log-sum-exp of z over the vocabulary; None as `ce`."""
-    shift: torch.Tensor | None = None
-    """[n]: the logits are no longer z, but exp(z / T - shift), as row_exponentials left them; None: they are z."""
 
 
 def set_kernels(choice: str | None) -> None:
@@ -175,7 +173,7 @@ def row_gradient_(
         logits: [n, V].
         columns: [n, K], as for row_statistics.
         label_column: [n], as for row_statistics.
-        gradient: Coefficients, and whether the logits are exponentials by now.
+        gradient: Coefficients.
         temperature: T.
         dtype: That of the logits, or one of at most half its size.
 
@@ -183,21 +181,16 @@ def row_gradient_(
         The gradient [n, V] in `dtype`: a view of the memory of the logits, whose rows keep their distance in bytes.
     """
     grad = logits.view(dtype)[:, : logits.shape[1]]
-    if gradient.shift is None and use_triton(logits) and logits.numel():
-        _triton_kernels().row_gradient(logits, columns, label_column, *gradient[:-1], temperature, dtype)
+    if use_triton(logits) and logits.numel():
+        _triton_kernels().row_gradient(logits, columns, label_column, *gradient, temperature, dtype)
         return grad
-    if gradient.shift is None:
-        _take_(logits, columns)
+    _take_(logits, columns)
     # Entries and label are made empty, so the dense pass leaves exact zeros there, and adding to 0 is storing.
     values = gradient.entries
     if gradient.label is not None:
-        is_entry = (columns == label_column[:, None]).any(1)
-        label_column = label_column.masked_fill(is_entry, -1)[:, None]
+        label_column = _label_alone(columns, label_column)
         z = read_owned(logits, label_column, None)
-        if gradient.shift is None:
-            _take_(logits, label_column)
-        else:
-            _add_at(logits, label_column, -z)
+        _take_(logits, label_column)
         values = torch.cat([values, _dense_(z, gradient, temperature) + gradient.label[:, None]], dim=1)
         columns = torch.cat([columns, label_column], dim=1)
     for rows in _row_blocks(logits):
@@ -211,11 +204,51 @@ def row_gradient_(
     return grad
 
 
+def exponentials_gradient_(
+    exponentials: torch.Tensor,
+    columns: torch.Tensor,
+    label_column: torch.Tensor | None,
+    gradient: RowGradient,
+    shift: torch.Tensor,
+) -> torch.Tensor:
+    """Turn what row_exponentials left into the gradient, but for a factor of each row.
+
+    The two products that follow take the factor up on their thin side, [n, H], which spares a pass over the strip.
+    Where the factor is too small to divide by, the tail is less than what rounding takes from the entries: such a row
+    keeps the entries alone.
+
+    Args:
+        exponentials: [n, V], written over; exp(z / T - shift) of the tail and 0 at the entries.
+        columns: [n, K], as for row_statistics.
+        label_column: [n], as for row_statistics.
+        gradient: Coefficients, for one temperature.
+        shift: [n], from row_exponentials.
+
+    Returns:
+        The factor [n, 1]; times it, `exponentials` is the gradient.
+    """
+    # No column is larger than their sum, but for rounding; and without columns here there is nothing to scale.
+    factor = gradient.tail * (shift - _finite(gradient.log_tail)).clamp(max=0).exp()
+    largest = gradient.entries.abs().amax(1)
+    if gradient.label is not None:
+        largest = torch.maximum(largest, gradient.label.abs())
+    faint = factor.abs() <= largest * torch.finfo(factor.dtype).tiny ** 0.5
+    exponentials.index_fill_(0, faint.nonzero()[:, 0], 0)
+    factor = factor.masked_fill(faint, 1)[:, None]
+    _add_at(exponentials, columns, gradient.entries / factor)
+    if gradient.label is not None:
+        _add_at(exponentials, _label_alone(columns, label_column), gradient.label[:, None] / factor)
+    return factor
+
+
+def _label_alone(columns: torch.Tensor, label_column: torch.Tensor) -> torch.Tensor:
+    """The label's column [n, 1], -1 where it is an entry's."""
+    is_entry = (columns == label_column[:, None]).any(1)
+    return label_column.masked_fill(is_entry, -1)[:, None]
+
+
 def _dense_(z: torch.Tensor, gradient: RowGradient, temperature: float) -> torch.Tensor:
-    """Turn logits of the tail, [n, any], or their exponentials, into its gradient, in place."""
-    if gradient.shift is not None:
-        # No column is larger than their sum, but for rounding; and without columns here there is nothing to scale.
-        return z.mul_((gradient.tail * (gradient.shift - _finite(gradient.log_tail)).clamp(max=0).exp())[:, None])
+    """Turn logits of the tail, [n, any], into its gradient, in place."""
     ce = None
     if gradient.ce is not None:
         ce = (z - gradient.log_total[:, None]).exp_().mul_(gradient.ce[:, None])
@@ -226,7 +259,7 @@ def _dense_(z: torch.Tensor, gradient: RowGradient, temperature: float) -> torch
 
 
 def _finite(log_tail: torch.Tensor) -> torch.Tensor:
-    """A tail without columns has only -inf, or exponentials of 0: with any finite shift its gradient is 0."""
+    """A tail without columns has only -inf: with any finite value its gradient is 0."""
     return log_tail.masked_fill(log_tail == -torch.inf, 0)
 
 

@@ -57,7 +57,7 @@ class Strip:
     label_entry: torch.Tensor | None
     """[n, K] bool: the entry that is the label. None without labels."""
     shift: torch.Tensor | None = None
-    """[n]: as RowGradient has it."""
+    """[n]: the logits are no longer z, but exp(z / T - shift), as row_exponentials left them; None: they are z."""
 
     def with_left_out(self, values: torch.Tensor) -> torch.Tensor:
         """[n, H] of the kept tokens among zeros for the others: all rows of all ranks."""
