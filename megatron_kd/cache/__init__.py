@@ -26,6 +26,7 @@ from megatron_kd.cache.errors import (
     NotACache,
     ServeError,
     SpanError,
+    StoreError,
     TileConflict,
     Unsealed,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "Rows",
     "ServeError",
     "SpanError",
+    "StoreError",
     "TileBuffer",
     "TileConflict",
     "UnitSource",

@@ -76,6 +76,10 @@ class CannotWrite(CacheError):
     """The file system refused a write: full, read-only, over quota or without permission."""
 
 
+class StoreError(CacheError):
+    """An object store refused a request, or did not answer it however often it was asked."""
+
+
 class Incomplete(CacheError):
     """A tile or a cache is not complete, so it cannot be committed or sealed."""
 

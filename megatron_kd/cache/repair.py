@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Setting bad tiles aside and computing them again, and nothing else.
 
-In: a cache folder, and for tiles whose rows are lost the units and something that computes rows. Out: the cache,
+In: a cache, and for tiles whose rows are lost the units and something that computes rows. Out: the cache,
 complete and sealed again; what was bad lies in its `quarantine/`. Costs one verification, and the teacher's work on
 the bad tiles alone. Killed at any moment and started again it goes on: a tile that was set aside is simply missing.
 """
@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_kd.cache.corpus import UnitSource, cut_tiles
-from megatron_kd.cache.errors import CacheError, CorruptFile, Incomplete
-from megatron_kd.cache.files import digest_bytes, publish, read_bounded, write_temporary
+from megatron_kd.cache.errors import CorruptFile, Incomplete
+from megatron_kd.cache.files import digest_bytes
 from megatron_kd.cache.manifest import Manifest, decode_tiles, encode_tiles, load_manifest
 from megatron_kd.cache.reader import load_cache
+from megatron_kd.cache.store import Store, open_store
 from megatron_kd.cache.verify import Report, expect_units, verify
 from megatron_kd.cache.writer import CacheWriter
 
@@ -49,7 +50,7 @@ def repair(
     """Verify a cache, set aside what is bad, compute that again and seal.
 
     Args:
-        path: the cache folder.
+        path: the cache folder, or `msc://PROFILE/PATH`.
         level: how deep to verify first; `commits` trusts shards that nobody has set aside.
         units: what the cache was built from; needed where rows are lost, and for level `tokens`.
         compute: fills and commits the given tiles; needed where rows are lost.
@@ -63,11 +64,12 @@ def repair(
         IdentityMismatch: `units` are not those of the cache.
         CacheError: the manifest is damaged: only a copy, or the same `cache build` in an empty folder, can help.
     """
-    path = Path(path)
+    store = open_store(path)
+    path = store.path
     if units is not None:
         manifest = load_manifest(path)
         expect_units(manifest, path, units)
-        _restore_tiles(path, manifest, units)
+        _restore_tiles(store, manifest, units)
     report = verify(path, level, units=units if level == "tokens" else None, progress=progress)
     todo = quarantine(report)
     writer = CacheWriter(path, *load_cache(path))
@@ -84,19 +86,20 @@ def repair(
     return report, todo
 
 
-def _restore_tiles(path: Path, manifest: Manifest, units: UnitSource) -> None:
+def _restore_tiles(cache: Path | str | Store, manifest: Manifest, units: UnitSource) -> None:
     """Make a damaged or missing tile table again from the units; the manifest says whether it is the same."""
-    file = path / "tiles.npy"
+    store, name, stamp = open_store(cache), "tiles.npy", None
+    where, limit = store.where(name), 16 * (manifest.tiles["count"] + 1) + 4096
     try:
-        decode_tiles(read_bounded(file, 16 * (manifest.tiles["count"] + 1) + 4096), manifest, str(file))
+        stamp = store.state(name).stamp
+        store.twice(lambda: decode_tiles(store.read(name, limit), manifest, where))
         return
-    except (CacheError, FileNotFoundError) as error:
-        logger.warning("%s is made again: %s", file, error)
+    except (CorruptFile, FileNotFoundError) as error:
+        logger.warning("%s is made again: %s", where, error)
     data = encode_tiles(cut_tiles(units.lengths, manifest.tiles["tokens"]))
     if digest_bytes(data) != manifest.tiles["digest"]:
-        raise CorruptFile(f"{file} is damaged and the tiles were cut in some other way; restore it from a copy")
-    temporary, _, _ = write_temporary(path / "tmp", file.name, [data])
-    if file.exists() or file.is_symlink():
-        file.rename(path / "quarantine" / temporary.name)
-    publish(temporary, file)
-    temporary.unlink()
+        raise CorruptFile(f"{where} is damaged and the tiles were cut in some other way; restore it from a copy")
+    with store.draft(name, [data]) as draft:
+        if stamp is not None:
+            store.set_aside(name, stamp)
+        draft.publish()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proving that a cache is what it says, at five depths.
 
-In: a cache folder, sealed or not; for the deeper levels the units and the teacher. Out: a `Report` that lists every
+In: a cache, sealed or not; for the deeper levels the units and the teacher. Out: a `Report` that lists every
 problem found, not only the first. Levels include those before them and cost:
 
 - `commits`: manifest, tile table, seal, one commit record a tile, stray files; kilobytes a tile;
@@ -19,17 +19,18 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron_kd.cache import codecs, layout
+from megatron_kd.cache import codecs
+from megatron_kd.cache.commits import SEAL, commit_file, read_commit, shard_file
 from megatron_kd.cache.corpus import UnitSource, unit_table_digest
 from megatron_kd.cache.errors import CacheError
 from megatron_kd.cache.files import FOLDERS, digest_bytes
 from megatron_kd.cache.layout import RowFormat
 from megatron_kd.cache.manifest import Manifest, expect
 from megatron_kd.cache.reader import Rows, check_echo, check_seal, decode, load_cache, open_shard
-from megatron_kd.cache.writer import read_commit
+from megatron_kd.cache.store import Store, open_store
 
 LEVELS = ("commits", "header", "checksums", "tokens", "teacher")
-_ROOT_FILES = ("manifest.json", "tiles.npy", "SEALED.json")
+_ROOT_FILES = ("manifest.json", "tiles.npy", SEAL)
 _TOKEN_ROWS = 1 << 16
 _TEACHER_TOLERANCE = 5e-3
 
@@ -38,7 +39,7 @@ _TEACHER_TOLERANCE = 5e-3
 class Report:
     """What `verify` found."""
 
-    path: Path
+    path: Path | str
     level: str
     tiles: int = 0
     """Tiles that were checked."""
@@ -64,7 +65,7 @@ def verify(
     """Check a cache.
 
     Args:
-        path: the cache folder.
+        path: the cache folder, or `msc://PROFILE/PATH`.
         level: one of `LEVELS`.
         units: what the cache was built from; needed from level `tokens` on.
         recompute: gives the rows of one unit as the arguments of `TileBuffer.put`; needed for level `teacher`.
@@ -78,7 +79,8 @@ def verify(
         ValueError: an unknown level, or one that lacks its input.
     """
     depth = _depth(level, units, recompute)
-    report = Report(Path(path), level)
+    store = open_store(path)
+    report = Report(store.path, level)
     try:
         manifest, tiles = load_cache(report.path)
     except (CacheError, OSError) as error:
@@ -86,7 +88,7 @@ def verify(
         return report
     if units is not None and not _attempt(report, lambda: expect_units(manifest, report.path, units)):
         return report
-    committed = _check_commits(report, manifest)
+    committed = _check_commits(report, store, manifest)
     sound = []
     for tile in tqdm(committed, unit="tile", desc=f"verify {level}", disable=not progress):
         if depth == 0 or _attempt(
@@ -130,57 +132,64 @@ def _attempt(report: Report, check: Callable[[], None]) -> bool:
     return True
 
 
-def expect_units(manifest: Manifest, path: Path, units: UnitSource) -> None:
+def expect_units(manifest: Manifest, path: Path | str, units: UnitSource) -> None:
     """Raise `IdentityMismatch` unless the cache was built from these units."""
     identity = units.identity()
     table = {"kind": units.kind, "count": len(units.lengths), "digest": unit_table_digest(units.lengths)}
     expect(manifest, path, {"corpus": identity.get("corpus", {}), "units": table | identity.get("units", {})})
 
 
-def _check_commits(report: Report, manifest: Manifest) -> list[int]:
+def _check_commits(report: Report, store: Store, manifest: Manifest) -> list[int]:
     """Check seal, commit records and file names; returns the tiles that have a valid commit record."""
     digest, committed, shards = manifest.digest(), [], []
-    for tile in range(manifest.tiles["count"]):
-        try:
-            shards.append(read_commit(report.path, tile, digest)["digest"])
+    for tile, found in enumerate(store.map(lambda tile: _record(store, tile, digest), range(manifest.tiles["count"]))):
+        if isinstance(found, dict):
+            shards.append(found["digest"])
             committed.append(tile)
-        except (CacheError, OSError) as error:
-            missing = f"tile {tile} is not committed: {layout.shard_name(tile)}.json is missing in commits/"
-            report.problems.append(missing if isinstance(error, FileNotFoundError) else str(error))
-            report.bad_records.add(tile)
+            continue
+        missing = f"tile {tile} is not committed: {Path(commit_file(tile)).name} is missing in commits/"
+        report.problems.append(missing if isinstance(found, FileNotFoundError) else str(found))
+        report.bad_records.add(tile)
     seals: list[dict[str, Any]] = []
     sealed = _attempt(report, lambda: seals.append(check_seal(report.path, manifest)))
     if sealed and len(committed) == manifest.tiles["count"]:
         found = digest_bytes("".join(shards).encode())
         if seals[0].get("shards") != found:
-            report.problems.append(
-                f"SEALED.json says shards = {seals[0].get('shards')}, the commit records make {found}"
-            )
-    for folder, suffix in (("commits", ".json"), ("shards", ".safetensors")):
-        names = {layout.shard_name(tile) + suffix for tile in range(manifest.tiles["count"])}
-        _attempt(report, lambda folder=folder, names=names: _check_names(report, report.path / folder, names))
-    _attempt(report, lambda: _check_names(report, report.path, {*_ROOT_FILES, *FOLDERS}))
+            report.problems.append(f"{SEAL} says shards = {seals[0].get('shards')}, the commit records make {found}")
+    tiles = range(manifest.tiles["count"])
+    for folder, file in (("commits", commit_file), ("shards", shard_file)):
+        names = {Path(file(tile)).name for tile in tiles}
+        _attempt(report, lambda folder=folder, names=names: _check_names(report, store, folder, names))
+    _attempt(report, lambda: _check_names(report, store, "", {*_ROOT_FILES, *FOLDERS}))
     return committed
 
 
-def _check_names(report: Report, folder: Path, names: set[str]) -> None:
-    for stray in sorted({entry.name for entry in folder.iterdir()} - names):
-        report.problems.append(f"{str(folder / stray)!r} does not belong to the cache")
+def _record(store: Store, tile: int, digest: str) -> dict[str, Any] | Exception:
+    """A tile's commit record, or why there is none."""
+    try:
+        return read_commit(store, tile, digest)
+    except (CacheError, OSError) as error:
+        return error
+
+
+def _check_names(report: Report, store: Store, folder: str, names: set[str]) -> None:
+    for stray in sorted(store.names(folder).keys() - names):
+        report.problems.append(f"{store.where(f'{folder}/{stray}'.lstrip('/'))!r} does not belong to the cache")
 
 
 def _check_tile(
-    path: Path, manifest: Manifest, tiles: np.ndarray, tile: int, depth: int, units: UnitSource | None
+    path: Path | str, manifest: Manifest, tiles: np.ndarray, tile: int, depth: int, units: UnitSource | None
 ) -> None:
     with open_shard(path, manifest, tiles, tile) as shard:
         if depth >= 2:
-            _check_digest(shard.path, shard.verify_blocks(), read_commit(path, tile, manifest.digest()))
+            _check_digest(str(shard.path), shard.verify_blocks(), read_commit(path, tile, manifest.digest()))
         if depth >= 3:
             for start, tokens in _unit_stretches(units, tiles, tile):
                 stored = shard.read(start, len(tokens), check=False)["tokens"]
                 check_echo(stored, tokens, where=f"{shard.path}, rows from {start}")
 
 
-def _check_digest(path: Path, found: str, commit: dict[str, Any]) -> None:
+def _check_digest(path: str, found: str, commit: dict[str, Any]) -> None:
     if found != commit["digest"]:
         raise CacheError(
             f"{path} has digest {found}, its commit record says {commit['digest']}, though all blocks match their "
@@ -212,7 +221,7 @@ def _spread(units: UnitSource, tiles: np.ndarray, sound: list[int], count: int) 
 
 
 def _check_unit(
-    path: Path,
+    path: Path | str,
     manifest: Manifest,
     tiles: np.ndarray,
     unit: int,
