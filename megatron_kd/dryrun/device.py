@@ -303,12 +303,14 @@ def _placeholder_transformer_engine(importer: str) -> Iterator[None]:
 
 def _megatron_patches() -> list[Patch]:
     import megatron.bridge.training.initialize as initialize
+    import megatron.core.models.common.embeddings.rope_utils as rope
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.tensor_parallel.layers as tensor_parallel
     import megatron.core.tensor_parallel.random as random
+    import megatron.core.utils as utils
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
 
-    from megatron_kd.dryrun import adam, layers
+    from megatron_kd.dryrun import adam, layers, partition
 
     def set_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
@@ -337,6 +339,18 @@ def _megatron_patches() -> list[Patch]:
             "get_gpt_mtp_block_spec",
             layers.with_local_modules(layer_specs.get_gpt_mtp_block_spec),
             "Bridge asks it for Transformer Engine's modules",
+        ),
+        Patch(
+            utils,
+            "tex",
+            types.SimpleNamespace(thd_get_partitioned_indices=partition.packed_positions),
+            "context-parallel ranks ask Transformer Engine for their part of packed sequences",
+        ),
+        Patch(
+            rope,
+            "_apply_rotary_pos_emb_thd",
+            partition.restarting(rope._apply_rotary_pos_emb_thd),
+            "positions of packed sequences start at 0, as in the fused kernel; see partition.py",
         ),
         Patch(
             initialize,

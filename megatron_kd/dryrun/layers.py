@@ -2,8 +2,9 @@
 """The transformer layer of a CPU rank: Megatron's local layers, with a norm and a core attention of our own.
 
 In: a Bridge model provider. Out: the block specification it builds from. The norm is torch's, marked for sequence
-parallelism; the attention also knows context parallelism, which Megatron has in Transformer Engine only. It is
-dense: per layer it holds two [batch, heads, queries, keys] grids in fp32, which is meant for a few hundred positions.
+parallelism; the attention also knows context parallelism and packed sequences, which Megatron has in Transformer
+Engine only. It is dense: per layer it holds two [batch, heads, queries, keys] grids in fp32, which is meant for a few
+hundred positions.
 
 Shape legend: S query positions of this rank, T key positions of the whole sequence, B batch, N query heads of this
 rank, G key/value groups of this rank, R = N / G, D channels of a head.
@@ -29,6 +30,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
+from megatron_kd.dryrun.partition import packed_positions, padded_boundaries, positions, sequence_numbers
 from megatron_kd.errors import UserError
 
 
@@ -173,12 +175,17 @@ class CpuAttention(MegatronModule):
         """query [S, B, N, D], key and value [S, B, G, D] of this rank's positions -> [S, B, N * D].
 
         attention_mask: True where a query must not look, broadcastable to [B, N, S, T], T in the sequence's order.
+            Packed sequences have none.
+        packed_seq_params: with it the tensors are one row of packed sequences, [S, N, D] and [S, G, D]. Each sees
+            itself alone, padding nothing but itself. They come as `packed_positions` has them.
         """
-        if packed_seq_params is not None:
-            raise UnsupportedOnCpu("packed sequences (packed_seq_params) are not implemented on CPU ranks yet")
         if attention_bias is not None:
             raise UnsupportedOnCpu("attention_bias is not implemented on CPU ranks")
-        hidden = self._blocked(query, key, attention_mask, attn_mask_type or self.attn_mask_type)
+        if packed_seq_params is not None:
+            if packed_seq_params.qkv_format != "thd":
+                raise UnsupportedOnCpu(f"packed sequences as {packed_seq_params.qkv_format!r}: CPU ranks have 'thd'")
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        hidden = self._blocked(query, key, attention_mask, attn_mask_type or self.attn_mask_type, packed_seq_params)
         context = attend(
             query,
             _GatherSequence.apply(_at_least_fp32(key), self.cp_group),
@@ -191,12 +198,21 @@ class CpuAttention(MegatronModule):
         return context.flatten(2)
 
     def _blocked(
-        self, query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None, mask_type: AttnMaskType
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        mask_type: AttnMaskType,
+        packed: PackedSeqParams | None,
     ) -> torch.Tensor | None:
         """[.., S, T], True where a query must not look; T in the order of the gathered keys."""
         cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
-        rows = positions(query.size(0), cp_rank, cp_size)[:, None]
-        columns = torch.cat([positions(key.size(0), rank, cp_size) for rank in range(cp_size)])
+        total = cp_size * key.size(0)
+        if packed is None:
+            of_ranks = [positions(key.size(0), rank, cp_size) for rank in range(cp_size)]
+        else:
+            of_ranks = [packed_positions(padded_boundaries(packed), total, cp_size, rank) for rank in range(cp_size)]
+        rows, columns = of_ranks[cp_rank][:, None], torch.cat(of_ranks)
         blocked = torch.zeros(rows.numel(), columns.numel(), dtype=torch.bool)
         if mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal):
             blocked |= columns > rows
@@ -204,6 +220,9 @@ class CpuAttention(MegatronModule):
             back, ahead = self.window
             blocked |= (rows - columns > back) if back >= 0 else False
             blocked |= (columns - rows > ahead) if ahead >= 0 else False
+        if packed is not None:
+            sequence = sequence_numbers(packed, total)
+            return blocked | (sequence[columns] != sequence[rows])
         return blocked if attention_mask is None else blocked | attention_mask[..., columns]
 
     def sharded_state_dict(
@@ -219,18 +238,6 @@ class CpuAttention(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
-
-
-def positions(local_length: int, rank: int, size: int) -> torch.Tensor:
-    """Global positions of a context-parallel rank's tokens, int64 [local_length].
-
-    Megatron cuts the sequence into 2 * size chunks and gives rank r chunks r and 2 * size - 1 - r, so that causal
-    attention costs every rank the same.
-    """
-    if size == 1:
-        return torch.arange(local_length)
-    chunk = torch.arange(local_length // 2)
-    return torch.cat([chunk + rank * len(chunk), chunk + (2 * size - 1 - rank) * len(chunk)])
 
 
 def attend(

@@ -22,16 +22,17 @@ CASES = {
 def oracle(query, key, value, sink, *, window: int | None, scale: float) -> torch.Tensor:
     """One query, head and sequence at a time: softmax over the visible keys and the sink, which has value 0."""
     rows = []
-    for i in range(S):
+    length, batch = query.shape[:2]
+    for i in range(length):
         first = 0 if window is None else max(0, i - window)
-        for b in range(B):
+        for b in range(batch):
             for n in range(N):
                 g = n // (N // G)
                 scores = key[first : i + 1, b, g] @ query[i, b, n] * scale
                 logits = scores if sink is None else torch.cat([scores, sink[n].view(1)])
                 weights = (logits - logits.logsumexp(0)).exp()[: len(scores)]
                 rows.append(weights @ value[first : i + 1, b, g])
-    return torch.stack(rows).view(S, B, N * D)
+    return torch.stack(rows).view(length, batch, N * D)
 
 
 def inputs(dtype):
@@ -144,20 +145,3 @@ def test_bf16_is_rounded_once():
     exact = oracle(q, k, v, sink, window=None, scale=D**-0.5)
     ours = whole([rank["sink"] for rank in ranks], 2)[0]
     assert ((ours - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
-
-
-def packed(_cp: int) -> str:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from megatron_kd.dryrun.layers import CpuAttention, UnsupportedOnCpu
-
-    q, k, v, *_ = inputs(torch.float32)
-    try:
-        build(CpuAttention, {}, 1)(q, k, v, None, packed_seq_params=PackedSeqParams())
-    except UnsupportedOnCpu as error:
-        return str(error)
-    return ""
-
-
-def test_packed_sequences_are_refused_by_name():
-    assert "packed_seq_params" in run_ranks(packed, 1, args=(1,))[0]
