@@ -29,13 +29,13 @@ from megatron_kd.cache.errors import (
 from megatron_kd.cache.files import decode_record, node_name, read_bounded, wait_until_visible
 from megatron_kd.cache.layout import RowFormat
 from megatron_kd.cache.manifest import Manifest, decode_tiles, expect
-from megatron_kd.cache.shard import Shard
+from megatron_kd.cache.shard import PIECE_ROWS, Shard
 from megatron_kd.cache.writer import read_commit
 
 logger = logging.getLogger(__name__)
 
-_READ_ROWS = 4 * layout.BLOCK_ROWS
-"""Rows read and decoded at once; their 0.9 MB stay in a core's second-level cache."""
+_RUN_ROWS = 64 * layout.BLOCK_ROWS
+"""Rows asked of a dense shard at once where nothing is decoded."""
 _OPEN_SHARDS = 64
 _SAMPLE_EVERY = 16
 
@@ -131,7 +131,7 @@ class CacheReader:
         wanted = {"tokens": (np.uint32, n), "ids": (np.int32, n, k), "logprobs": (np.float32, n, k)}
         out = self._outputs(wanted | {"log_tail": (np.float32, n)}, None if out is None else out._asdict())
         out, scratch, at = Rows(**out), self._scratch, 0
-        for tile, row, count in self._pieces(spans):
+        for tile, row, count in self._pieces(spans, PIECE_ROWS):
             planes = self._shard(tile).read(row, count, check=self._should_check(), scratch=scratch)
             self._decode(planes, Rows(*(plane[at : at + count] for plane in out)), temperature)
             at += count
@@ -150,8 +150,8 @@ class CacheReader:
         spans = self._check_spans(spans)
         planes = row_planes(self.manifest.row_format, int(spans[:, 1].sum()))
         out = self._outputs({name: (dtype, *shape) for name, shape, dtype in planes}, out)
-        at = 0
-        for tile, row, count in self._pieces(spans):
+        at, longest = 0, PIECE_ROWS if self.manifest.row_format.blocked else _RUN_ROWS
+        for tile, row, count in self._pieces(spans, longest):
             part = {name: plane[at : at + count] for name, plane in out.items()}
             self._shard(tile).read(row, count, check=self._should_check(), out=part, scratch=self._scratch)
             at += count
@@ -191,8 +191,8 @@ class CacheReader:
             )
         return spans[spans[:, 1] > 0]
 
-    def _pieces(self, spans: np.ndarray) -> Iterator[tuple[int, int, int]]:
-        """Cut spans at tile borders and to a bounded length: (tile, row in tile, count)."""
+    def _pieces(self, spans: np.ndarray, longest: int) -> Iterator[tuple[int, int, int]]:
+        """Cut spans at tile borders and to `longest` rows, whole blocks of them: (tile, row in tile, count)."""
         if not len(spans):
             return
         starts, ends = spans[:, 0], spans.sum(1)
@@ -202,7 +202,7 @@ class CacheReader:
             while start < end:
                 tile = int(np.searchsorted(borders, start, side="right")) - 1
                 row = start - int(borders[tile])
-                stop = row // layout.BLOCK_ROWS * layout.BLOCK_ROWS + _READ_ROWS
+                stop = row // layout.BLOCK_ROWS * layout.BLOCK_ROWS + longest
                 count = min(end - start, int(borders[tile + 1]) - start, stop - row)
                 yield tile, row, count
                 start += count

@@ -23,7 +23,7 @@ from megatron_kd.cache import (
 from megatron_kd.cache.files import encode_record, node_name
 from megatron_kd.cache.manifest import Manifest
 from megatron_kd.cache.verify import verify
-from tests.cache.conftest import build, random_documents, write_corpus
+from tests.cache.conftest import VOCAB, build, random_documents, teacher_rows, write_corpus
 
 FILES = ["manifest.json", "tiles.npy", "SEALED.json", "commits/shard-000001.json", "shards/shard-000001.safetensors"]
 
@@ -207,3 +207,24 @@ def test_stray_files_and_another_corpus_are_problems(copy, tmp_path):
     other = write_corpus(tmp_path / "other", random_documents(5, count=12, longest=250))
     (problem,) = verify(copy, "tokens", units=DocumentUnits(other)).problems
     assert "corpus.data_digest" in problem
+
+
+@pytest.mark.parametrize("start,count", [(0, 6000), (1, 5998), (700, 4900), (2048, 2048), (511, 2), (5632, 368)])
+def test_stored_planes_of_a_long_run_and_the_bad_block_in_it(tmp_path, start, count):
+    """A run of many pieces that begins and ends anywhere: the bytes that were put, and which block is damaged."""
+    corpus = write_corpus(tmp_path / "corpus", [np.arange(6000) * 7 % VOCAB])
+    writer = build(tmp_path / "c", corpus, top_k=5, values="f32", tile_tokens=6000)
+    reader, true = CacheReader(tmp_path / "c"), teacher_rows(corpus.tokens(start, count), 5)
+    planes = reader.read_planes(np.array([[start, count]]))
+    np.testing.assert_array_equal(planes["tokens"], true["tokens"])
+    np.testing.assert_array_equal(planes["ids_lo"], true["ids"] & 0xFFFF)
+    np.testing.assert_array_equal(planes["logprobs"], true["logprobs"].astype(np.float32))
+    shard = writer.shard_path(0)
+    sound, width = shard.read_bytes(), 5 * 4
+    first = sound.index(teacher_rows(corpus.tokens(0, 1), 5)["logprobs"].astype("<f4").tobytes())
+    for row in {start, start + count // 2, start + count - 1, start // 512 * 512}:
+        data = bytearray(sound)
+        data[first + row * width] ^= 1
+        shard.write_bytes(data)
+        with pytest.raises(CorruptBlock, match=rf"block {row // 512} \(rows \[{row // 512 * 512}, "):
+            CacheReader(tmp_path / "c").read_planes(np.array([[start, count]]))
