@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_kd.cache import bench, coverage
+from megatron_kd.cache import bench, build_options, coverage
 from megatron_kd.cache import transfer_commands as transfer
+from megatron_kd.cache.build_options import add_build, add_teacher_options, positive
 from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits, UnitSource
 from megatron_kd.cache.errors import CacheError, printable
-from megatron_kd.cache.layout import CODECS, VALUE_DTYPES
 from megatron_kd.cache.manifest import Manifest, differences, expect, load_manifest
 from megatron_kd.cache.reader import check_seal, load_cache
 from megatron_kd.cache.repair import quarantine, repair
@@ -30,25 +30,6 @@ examples:
   megatron-kd cache info caches/train
   megatron-kd cache verify caches/train --level checksums
   megatron-kd cache repair caches/train --corpus data/train_text_document --teacher openai/gpt-oss-120b
-""",
-    "build": """\
-An interrupted build continues with the same command: only tiles without a commit record are computed.
-
-examples:
-  # top 100, serving temperatures 1 and 2
-  megatron-kd cache build --teacher ./gpt-oss-20b --dtype bfloat16 --corpus data/train_text_document \\
-      --out caches/train --temperature 2
-
-  # a trial on the first 100 documents
-  megatron-kd cache build --teacher ./gpt-oss-20b --corpus data/train_text_document --out caches/trial --limit 100
-
-  # GPT-OSS 120B over the GPUs of a node
-  srun --ntasks 8 megatron-kd cache build --engine megatron --teacher openai/gpt-oss-120b --dtype bfloat16 \\
-      --corpus data/train_text_document --out caches/train \\
-      model.tensor_model_parallel_size=8 model.sequence_parallel=true model.expert_model_parallel_size=8
-
-  # eight writers under Slurm; the last one to finish seals the cache
-  srun --ntasks 8 bash -c 'megatron-kd cache build ... --writer $SLURM_PROCID/$SLURM_NTASKS'
 """,
     "info": """\
 examples:
@@ -88,7 +69,8 @@ def add_parser(subparsers: Any) -> None:
     """Register the command `cache` with its sub-commands on an argparse sub-parsers object."""
     cache = _parser(subparsers, "cache", "Build, inspect and check a teacher cache.")
     commands = cache.add_subparsers(metavar="build | info | verify | repair | copy | import | bench", required=True)
-    _add_build(_parser(commands, "build", "Run the teacher over a corpus and store its top K with the tail mass."))
+    build = _parser(commands, "build", "Run the teacher over a corpus and store its top K with the tail mass.")
+    add_build(build, run_build)
     info = _parser(commands, "info", "Show what a cache was built from, its size, and how far it is.")
     info.add_argument("cache", type=Path, nargs="?", help="cache folder")
     info.add_argument("--diff", type=Path, nargs=2, metavar=("A", "B"), help="show in which fields two caches differ")
@@ -99,7 +81,7 @@ def add_parser(subparsers: Any) -> None:
     _add_repair(_parser(commands, "repair", "Compute the bad tiles of a cache again, and only those."))
     transfer.add_copy(_parser(commands, "copy", "Copy a sealed cache, checking every byte."))
     bench.add_bench(_parser(commands, "bench", "Measure what each codec takes, loses and how fast it is."))
-    transfer.add_import(_parser(commands, "import", "Make a cache of what another program computed."), _positive)
+    transfer.add_import(_parser(commands, "import", "Make a cache of what another program computed."))
 
 
 def _parser(subparsers: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -107,98 +89,9 @@ def _parser(subparsers: Any, name: str, text: str) -> argparse.ArgumentParser:
         name,
         help=text[0].lower() + text[1:].rstrip("."),
         description=text,
-        epilog=(_EXAMPLES | transfer.EXAMPLES | {"bench": bench.EXAMPLES})[name],
+        epilog=(_EXAMPLES | transfer.EXAMPLES | {"bench": bench.EXAMPLES, "build": build_options.EXAMPLES})[name],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-
-def _add_teacher_options(parser: argparse.ArgumentParser, *, required: bool) -> Any:
-    group = parser.add_argument_group("teacher")
-    group.add_argument("--teacher", required=required, metavar="MODEL", help="folder, or name on the Hugging Face hub")
-    group.add_argument("--gguf-file", metavar="NAME", help="load this GGUF file from the teacher's folder")
-    group.add_argument("--revision", help="revision of a hub model")
-    group.add_argument("--tokenizer", metavar="MODEL", help="where the corpus's tokenizer is (default: the teacher's)")
-    group.add_argument("--vocab-size", type=_positive, metavar="N", help="real vocabulary, if there is no tokenizer")
-    group.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
-    group.add_argument("--device", help="default: cuda if there is one")
-    return group
-
-
-def _add_build(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config-file",
-        type=Path,
-        metavar="YAML",
-        help="options by name, `top_k: 50`; the command line overrides them. A section `model:` is for --engine "
-        "megatron",
-    )
-    parser.add_argument("--corpus", metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="cache folder; made, or continued")
-    group = _add_teacher_options(parser, required=False)
-    group.add_argument(
-        "--engine",
-        choices=["transformers", "megatron"],
-        default="transformers",
-        help="one process (default), or a Megatron model over all ranks that were started; its settings are arguments "
-        "such as model.tensor_model_parallel_size=8",
-    )
-    group.add_argument("--checkpoint", metavar="DIR", help="Megatron checkpoint with the teacher's weights")
-    group.add_argument(
-        "--cpu-ranks", type=_positive, metavar="N", help="run the Megatron teacher on N CPU ranks of this machine"
-    )
-    group = parser.add_argument_group("what is stored")
-    group.add_argument("--top-k", type=_positive, default=100, metavar="K", help="entries a token (default 100)")
-    group.add_argument(
-        "--temperature",
-        type=float,
-        action="append",
-        default=[],
-        metavar="T",
-        help="serve T besides 1; may be repeated",
-    )
-    group.add_argument(
-        "--values", choices=list(VALUE_DTYPES), default="f16", help="stored log-probabilities (default f16)"
-    )
-    group.add_argument("--codec", choices=CODECS, default="raw", help="zstd takes two thirds of the space")
-    group.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="of the K keep no more than hold this mass (default 1)"
-    )
-    group.add_argument(
-        "--tile-tokens", type=_positive, default=1 << 20, metavar="N", help="tokens of a shard (default 1048576)"
-    )
-    group.add_argument("--limit", type=_positive, metavar="N", help="only the first N documents")
-    group.add_argument(
-        "--continues",
-        type=Path,
-        metavar="DIR",
-        help="cache of the corpus before it grew: only documents after those are computed; training reads both "
-        "(kd.cache=[DIR,OUT])",
-    )
-    group.add_argument("--window", type=_positive, metavar="W", help="read longer documents in windows of W tokens")
-    group.add_argument("--stride", type=_positive, metavar="S", help="advance windows by S tokens (default W/2)")
-    group = parser.add_argument_group("how it runs")
-    group.add_argument(
-        "--batch-tokens", type=_positive, default=8192, metavar="N", help="tokens of a forward pass (default 8192)"
-    )
-    group.add_argument(
-        "--strip-tokens", type=_positive, metavar="N", help="tokens projected to the vocabulary at once"
-    )
-    group.add_argument(
-        "--max-context", type=_positive, metavar="N", help="longest document (default: the teacher's context)"
-    )
-    group.add_argument(
-        "--writer", type=_share, default=(0, 1), metavar="I/N", help="this is writer I of N (counted from 0)"
-    )
-    group.add_argument(
-        "--accept-teacher-loss",
-        action="store_true",
-        help="build even if the teacher predicts the corpus no better than chance",
-    )
-    group.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
-    group.add_argument(
-        "--dry-run", action="store_true", help="load and check the teacher, say how large and how long, write nothing"
-    )
-    parser.set_defaults(run=run_build, parser=parser, takes_overrides=True, overrides=[])
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -206,13 +99,13 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--level", choices=LEVELS, default="checksums", help="how deep (default checksums)")
     parser.add_argument("--corpus", metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx")
     parser.add_argument(
-        "--units", type=_positive, default=8, metavar="N", help="units computed again at level teacher (default 8)"
+        "--units", type=positive, default=8, metavar="N", help="units computed again at level teacher (default 8)"
     )
     parser.add_argument(
         "--quarantine", action="store_true", help="move bad tiles to quarantine/, so that nothing reads them"
     )
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
-    _add_teacher_options(parser, required=False)
+    add_teacher_options(parser, required=False)
     parser.set_defaults(run=run_verify)
 
 
@@ -223,24 +116,11 @@ def _add_repair(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--corpus", metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx")
     parser.add_argument(
-        "--batch-tokens", type=_positive, default=8192, metavar="N", help="tokens of a forward pass (default 8192)"
+        "--batch-tokens", type=positive, default=8192, metavar="N", help="tokens of a forward pass (default 8192)"
     )
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
-    _add_teacher_options(parser, required=False)
+    add_teacher_options(parser, required=False)
     parser.set_defaults(run=run_repair)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def _share(text: str) -> tuple[int, int]:
-    index, _, count = text.partition("/")
-    if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N, for instance 3/8")
-    return int(index), int(count)
 
 
 def _teacher_options(args: argparse.Namespace) -> dict[str, Any]:

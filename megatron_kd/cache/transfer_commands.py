@@ -5,10 +5,10 @@ In: the command line. Out: text and an exit status.
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_kd.cache.build_options import add_storage_options, positive
 from megatron_kd.cache.copy import copy_cache
 from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits
 from megatron_kd.cache.errors import BadSetting, ImportRefused
@@ -49,7 +49,7 @@ def add_copy(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_copy)
 
 
-def add_import(parser: argparse.ArgumentParser, positive: Callable[[str], int]) -> None:
+def add_import(parser: argparse.ArgumentParser) -> None:
     """Options of `cache import`."""
     parser.add_argument("source", type=Path, metavar="SRC", help="file or folder that the other program wrote")
     parser.add_argument("--format", choices=FORMATS, required=True, help="what wrote it")
@@ -60,8 +60,7 @@ def add_import(parser: argparse.ArgumentParser, positive: Callable[[str], int]) 
     parser.add_argument("--vocab-size", type=positive, metavar="N", help="real vocabulary (default: the corpus's)")
     parser.add_argument("--vocab-padded", type=positive, metavar="N", help="rows of the teacher's output projection")
     parser.add_argument("--top-k", type=positive, metavar="K", help="entries a token (default: all of the source)")
-    parser.add_argument("--values", choices=["f16", "f32", "u8"], default="f16", help="stored log-probabilities")
-    parser.add_argument("--tile-tokens", type=positive, default=1 << 20, metavar="N", help="tokens of a shard")
+    add_storage_options(parser)
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N documents of the corpus")
     parser.add_argument(
         "--accept-derived-tail", action="store_true", help="take values less exact than fp32; the manifest says so"
@@ -113,6 +112,8 @@ def run_import(args: argparse.Namespace) -> int:
         vocab_padded=args.vocab_padded,
         top_k=args.top_k,
         values=args.values,
+        codec=args.codec,
+        top_p=args.top_p,
         tile_tokens=args.tile_tokens,
         accept_derived_tail=args.accept_derived_tail,
         partial=args.partial,

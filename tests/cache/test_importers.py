@@ -411,3 +411,21 @@ def test_no_importer_loads_a_pickle(tmp_path, units):
         with pytest.raises(ImportRefused):
             make(source(), units, tmp_path / "c", accept_derived_tail=True)
     assert not (tmp_path / "sprung").exists()
+
+
+def test_an_import_is_encoded_like_a_build(tmp_path, documents, units):
+    """--codec and --top-p: as few entries as hold the mass, the rest in the tail."""
+    path = write_lines(tmp_path / "a.jsonl", [vllm_line(d) for d in documents])
+    words = ["import", path, "--format", "jsonl", "--corpus", units.corpus.prefix, "--out", tmp_path / "c",
+             "--vocab-size", VOCAB, "--teacher", "m", "--no-progress", "--values", "f32", "--codec", "zstd",
+             "--top-p", 0.3]  # fmt: skip
+    assert run(*words) == 0
+    reader = CacheReader(tmp_path / "c")
+    assert (reader.manifest.codec, reader.manifest.top_p, reader.manifest.ragged) == ("zstd", 0.3, True)
+    rows, true = reader.read(np.array([[0, 5]])), teacher_rows(units.tokens(0)[:5], K)
+    mass = np.exp(true["logprobs"]).cumsum(1)
+    kept = np.append(np.ones((5, 1), bool), mass[:, :-1] < 0.3, axis=1)
+    assert kept.sum() < kept.size
+    np.testing.assert_array_equal(rows.ids, np.where(kept, true["ids"], -1))
+    tail = np.exp(true["log_tail"]) + np.where(kept, 0, np.exp(true["logprobs"])).sum(1)
+    np.testing.assert_allclose(np.exp(rows.log_tail), tail, atol=2e-6)

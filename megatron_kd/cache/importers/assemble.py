@@ -52,6 +52,8 @@ def import_cache(
     tokenizer: dict[str, Any] | None = None,
     top_k: int | None = None,
     values: str = "f16",
+    codec: str = "raw",
+    top_p: float = 1.0,
     tile_tokens: int = 1 << 20,
     accept_derived_tail: bool = False,
     partial: bool = False,
@@ -69,7 +71,7 @@ def import_cache(
         vocab_padded: rows of the teacher's output projection; default the same.
         tokenizer: see `tokenizer_identity`; None if unknown.
         top_k: entries a row; default as many as the first record has.
-        values, tile_tokens: as for `make_manifest`.
+        values, codec, top_p, tile_tokens: as for `make_manifest`.
         accept_derived_tail: take a source whose values are less exact than fp32, where 1 - sum(p) is coarse.
         partial: go on where units have no record or records no unit.
         progress: show progress bars.
@@ -95,6 +97,8 @@ def import_cache(
         vocab_padded=vocab_real if vocab_padded is None else vocab_padded,
         top_k=top_k,
         values=values,
+        codec=codec,
+        top_p=top_p,
         tile_tokens=tile_tokens,
     )
     writer = CacheWriter(out, manifest, tiles)
