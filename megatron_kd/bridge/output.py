@@ -76,6 +76,8 @@ class DivergenceOutput:
             0-dim float32: the loss summed over this rank's weighted tokens.
         """
         weight, shard = head_of(output_layer, output_weight, config, self.vocab_size)
+        if config.mtp_num_layers and not config.gradient_accumulation_fusion:
+            weight.zero_out_wgrad = True  # Megatron's losses of later tokens go by autograd: DDP's hook is to add both
         if self.teacher.masked is not None:
             self.teacher = self.teacher.without(agree(self.teacher.masked, shard.group, hidden_states.device))
         batch = self.teacher.to(hidden_states.device)

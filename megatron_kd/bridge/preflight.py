@@ -86,7 +86,6 @@ _WHOLE_HEAD = "false: the head's weight must be whole on its rank"
 _UNSUPPORTED: tuple[tuple[_Finder, str], ...] = (
     (_other_model, "a GPT model provider"),
     (_other_dataset, "GPTDatasetConfig, as pre-training recipes have; SFT and packed sequences are not supported yet"),
-    (_on("model", "mtp_num_layers", off=(None, 0)), "null: multi-token prediction has heads of its own"),
     (_confused_stages, "model.overlap_p2p_comm=true with model.batch_p2p_comm=false, or a comm_overlap section"),
     (_on("model", "overlap_moe_expert_parallel_comm"), _SCHEDULE_PLAN),
     (_on("comm_overlap", "overlap_moe_expert_parallel_comm"), _SCHEDULE_PLAN),

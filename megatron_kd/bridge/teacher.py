@@ -105,6 +105,7 @@ class MegatronTeacher:
             check_checkpoint(checkpoint)
         bridge = AutoBridge.from_hf_pretrained(str(teacher))
         provider = bridge.to_megatron_provider(load_weights=checkpoint is None)
+        provider.mtp_num_layers = None  # its heads for later tokens have nothing to say of the next
         _set(provider, {**(settings or {}), **_precision(dtype)})
         if provider.virtual_pipeline_model_parallel_size:
             # In a batch, messages to the stages before and after are told apart by rank alone, which is wrong at PP=2.

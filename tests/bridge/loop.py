@@ -85,6 +85,31 @@ def distil_evaluated(hf: Path, corpus: Path, index_cache: Path, *, kd: dict[str,
     return found
 
 
+def distil_several_tokens(*args: Any, **kwargs: Any) -> tuple[list[dict[str, float]], list[float]]:
+    """Train a model with a head for the token after the next: what `distil` returns, and that head's loss each step.
+
+    Its weights are random: Bridge has none to load for it.
+    """
+    from megatron.bridge.training.callbacks import Callback
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    from megatron_kd.bridge.train import train
+
+    later: list[float] = []
+
+    class LaterTokens(Callback):
+        def on_train_step_end(self, context: Any) -> None:
+            if "loss_values" in MTPLossLoggingHelper.tracker:  # on the last stage
+                later.append(float(MTPLossLoggingHelper.tracker["loss_values"].sum()))
+
+    recorder = Recorder()
+    train(
+        distil_config(*args, model__mtp_num_layers=1, load_weights=False, **kwargs),
+        callbacks=[recorder, LaterTokens()],
+    )
+    return recorder.steps, later
+
+
 def distil_damaged(
     hf: Path, corpus: Path, index_cache: Path, caches: list[str], **kwargs: Any
 ) -> list[dict[str, float]]:

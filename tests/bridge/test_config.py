@@ -251,7 +251,6 @@ def test_every_misspelt_key_meets_its_neighbour():
 
 
 UNSUPPORTED = {
-    "model.mtp_num_layers=1": "model.mtp_num_layers=1",
     "model.overlap_moe_expert_parallel_comm=true": "model.overlap_moe_expert_parallel_comm=True",
     "model.cuda_graph_impl=local": "model.cuda_graph_impl='local'",
     "model.fp8_output_proj=true": "model.fp8_output_proj=True",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real Megatron-Bridge loop with the teacher cache: layouts, resume, and what it refuses."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,13 @@ import numpy as np
 import pytest
 
 from megatron_kd.dryrun import RankFailed, run_ranks
-from tests.bridge.loop import distil, distil_damaged, distil_evaluated, next_loss_of_export
+from tests.bridge.loop import (
+    distil,
+    distil_damaged,
+    distil_evaluated,
+    distil_several_tokens,
+    next_loss_of_export,
+)
 from tests.dryrun.tiny import write_tiny_gpt_oss
 
 LAYOUTS = {
@@ -73,6 +80,28 @@ def test_a_cross_entropy_run_is_the_stock_run(world):
         np.testing.assert_allclose(
             [step[name] for step in ours[0]], [step[name] for step in stock[0]], atol=tolerance, rtol=0
         )
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, *(pytest.param(layout, marks=pytest.mark.slow) for layout in ({"pp": 2}, {"tp": 2, "cp": 2}))]
+)
+def test_heads_for_later_tokens_are_trained_by_megatrons_own_loss(world, layout):
+    """The divergence is the main head's. With its weight 0 the run is the stock one, in both heads' losses."""
+
+    def several(kd):
+        kwargs = {"kd": kd, "steps": 3, **layout}
+        report, later = run_ranks(distil_several_tokens, math.prod(layout.values()), args=world.inputs, kwargs=kwargs)[
+            -1
+        ]
+        return [[step[name] for name in LOSSES if name in step] for step in report], later
+
+    cached = {"cache": str(world.cache), "ce_weight": 0.5}
+    (fused, later), (dense, later_with_dense) = several(cached), several(cached | {"loss": "dense"})
+    np.testing.assert_allclose(fused, dense, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(later, later_with_dense, atol=1e-4, rtol=0)
+    (ours, later), (stock, stock_later) = several(cached | {"kd_weight": 0.0, "ce_weight": 1.0}), several(None)
+    np.testing.assert_allclose(np.array(ours)[:, [0, 3]], stock, rtol=3e-3)  # the stock loss has a padded column
+    np.testing.assert_allclose(later, stock_later, rtol=3e-3)
 
 
 def test_validation_reads_the_cache_as_well(world):
