@@ -80,6 +80,25 @@ def _confused_stages(cfg: ConfigContainer) -> str | None:
     return f"model.virtual_pipeline_model_parallel_size={model.virtual_pipeline_model_parallel_size} on 2 stages"
 
 
+def _mean_of_means(cfg: ConfigContainer) -> str | None:
+    """Without per-token loss Megatron averages over the micro-batches' means, which is the mean over tokens only where
+    all have as many: not where answers alone are learned from, or some positions are left out.
+    """
+    if cfg.model.calculate_per_token_loss:
+        return None
+    why = "kd.context=exact" if cfg.kd.context == "exact" else None
+    if getattr(cfg.dataset, "eod_mask_loss", False):
+        why = "dataset.eod_mask_loss=True"
+    if type(cfg.dataset) not in (GPTDatasetConfig, MockGPTDatasetConfig):
+        why = f"dataset {type(cfg.dataset).__name__}"
+    return why and f"model.calculate_per_token_loss=False with {why}"
+
+
+def _averaged_twice(cfg: ConfigContainer) -> str | None:
+    both = cfg.model.calculate_per_token_loss and cfg.ddp.average_in_collective
+    return "ddp.average_in_collective=True with model.calculate_per_token_loss=True" if both else None
+
+
 _SCHEDULE_PLAN = "false: it needs a schedule plan (return_schedule_plan)"
 _OWN_WGRAD = "false: the loss computes the head's weight gradient itself"
 _WHOLE_HEAD = "false: the head's weight must be whole on its rank"
@@ -87,6 +106,8 @@ _UNSUPPORTED: tuple[tuple[_Finder, str], ...] = (
     (_other_model, "a GPT model provider"),
     (_other_dataset, "GPTDatasetConfig, as pre-training recipes have; SFT and packed sequences are not supported yet"),
     (_confused_stages, "model.overlap_p2p_comm=true with model.batch_p2p_comm=false, or a comm_overlap section"),
+    (_mean_of_means, "true, and ddp.average_in_collective=false, so that the loss is a sum over tokens divided once"),
+    (_averaged_twice, "false: the sum over tokens is divided by their number already"),
     (_on("model", "overlap_moe_expert_parallel_comm"), _SCHEDULE_PLAN),
     (_on("comm_overlap", "overlap_moe_expert_parallel_comm"), _SCHEDULE_PLAN),
     (_on("model", "defer_embedding_wgrad_compute"), _OWN_WGRAD),

@@ -251,6 +251,7 @@ def test_every_misspelt_key_meets_its_neighbour():
 
 
 UNSUPPORTED = {
+    "ddp.average_in_collective=true": "ddp.average_in_collective=True with model.calculate_per_token_loss=True",
     "model.overlap_moe_expert_parallel_comm=true": "model.overlap_moe_expert_parallel_comm=True",
     "model.cuda_graph_impl=local": "model.cuda_graph_impl='local'",
     "model.fp8_output_proj=true": "model.fp8_output_proj=True",
@@ -283,6 +284,11 @@ MISFITS = {
         8,
         ["model.virtual_pipeline_model_parallel_size=2 on 2 stages", "model.overlap_p2p_comm=true"],
     ),
+    ("model.calculate_per_token_loss=false", "dataset.eod_mask_loss=true"): (
+        8,
+        ["model.calculate_per_token_loss=False with dataset.eod_mask_loss=True", "divided once"],
+    ),
+    ("model.calculate_per_token_loss=false", "kd.context=exact"): (8, ["kd.context=exact", "expected true"]),
     ("model.num_attention_heads=10",): (8, ["num_attention_heads (10)", "tensor_model_parallel_size (4)"]),
     ("ddp.grad_reduce_in_fp32=false",): (
         8,
