@@ -90,8 +90,10 @@ def make_record(
         raise ImportRefused(f"{where}, row {row}: no entry at all: the rows are not complete")
     logprobs = np.minimum(logprobs, 0)
     ids = np.where(there, ids, 0).astype(np.int64)
-    order = np.lexsort((ids, -logprobs), axis=-1)
-    ids, logprobs = np.take_along_axis(ids, order, -1), np.take_along_axis(logprobs, order, -1)
+    unordered = ~(logprobs[:, 1:] < logprobs[:, :-1]).all(1)  # ties are put in the order of their ids
+    order = np.lexsort((ids[unordered], -logprobs[unordered]), axis=-1)
+    for plane in (ids, logprobs):
+        plane[unordered] = np.take_along_axis(plane[unordered], order, -1)
     _refuse_repeated(where, ids, np.isfinite(logprobs))
     return Record(where, None if tokens is None else np.asarray(tokens, np.int64), ids, logprobs)
 
