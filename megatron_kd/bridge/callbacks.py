@@ -29,6 +29,6 @@ class VocabularyCheck(Callback):
         student = context.state.cfg.model.vocab_size
         if student < self.vocab_size:
             raise UserError(
-                f"model.vocab_size: expected at least {self.vocab_size} (the teacher's, from the cache), "
+                f"model.vocab_size: expected at least {self.vocab_size} (the teacher's vocabulary), "
                 f"found {student}. Teacher and student must share a tokenizer."
             )

@@ -172,7 +172,12 @@ def train(request: Request, run_dir: Path | None, *, cpu: bool = False) -> None:
         values.forget(change.key)
     leave_on_signal(cfg, values)
     check_before_start(cfg, values, world_size=get_world_size_safe())
-    train(cfg, values, callbacks=[StepHistory(run_dir / "history.jsonl")])
+    train(
+        cfg,
+        values,
+        callbacks=[StepHistory(run_dir / "history.jsonl")],
+        prepare_teacher=dryrun.prepare_model if cpu else None,
+    )
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         (run_dir / "finished").touch()
 

@@ -50,11 +50,15 @@ register_allowed_target_prefix("megatron_kd.")
 
 @dataclass(kw_only=True)
 class KDConfig:
-    """How the student learns from the teacher's cache."""
+    """How the student learns from its teacher: from a cache, or from the teacher itself."""
 
     cache: str | list[str] | None = None
     """Folder of the teacher's cache, or several that together cover the corpus: of a blend's parts, of a corpus and
     what was added to it later, of several teachers."""
+
+    teacher: str | None = None
+    """Instead of a cache: Hugging Face folder or hub name of the teacher, which runs beside the student on the same
+    batch and at the same parallel layout, without a pipeline."""
 
     cache_weights: list[float] | None = None
     """One weight a cache, in the order of `cache`, where several teachers' caches are of one corpus: their
@@ -65,7 +69,8 @@ class KDConfig:
     with the student's and the teacher's log-probabilities [n, K+1] and returning [n]."""
 
     top_k: int | None = None
-    """Teacher tokens used per position; the mass of the others joins the tail. None: as many as the cache holds."""
+    """Teacher tokens used per position; the mass of the others joins the tail. None: as many as the cache holds, or
+    100 with `teacher`, for which a number as large as the vocabulary takes all of it."""
 
     temperature: float = 1.0
     """Softens both distributions. The KD term carries the usual T^2. If not 1, the cache must hold its tail plane."""
@@ -131,10 +136,14 @@ class KDConfig:
             raise ConfigError(
                 "kd.kd_weight and kd.ce_weight are both 0, so there is nothing to minimise. Set one of them."
             )
-        if not self.cache:
+        if not self.cache and not self.teacher:
             raise ConfigError(
-                "kd.cache is not set: name the folder that `megatron-kd cache build` wrote, or set `kd: null` "
-                "to train with Megatron's default loss."
+                "kd.cache is not set: name the folder that `megatron-kd cache build` wrote, or a teacher's folder as "
+                "kd.teacher, or set `kd: null` to train with Megatron's default loss."
+            )
+        if self.cache and self.teacher:
+            raise ConfigError(
+                f"kd.cache={self.cache} and kd.teacher={self.teacher} exclude each other. Set one of them to null."
             )
         resolve_divergence(self.divergence)
 

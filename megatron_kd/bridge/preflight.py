@@ -99,6 +99,17 @@ def _averaged_twice(cfg: ConfigContainer) -> str | None:
     return "ddp.average_in_collective=True with model.calculate_per_token_loss=True" if both else None
 
 
+def _teacher_beside(section: str, name: str, off: tuple) -> _Finder:
+    """Finds a setting that is not off while `kd.teacher` runs beside the student."""
+
+    def find(cfg: ConfigContainer) -> str | None:
+        value = getattr(getattr(cfg, section), name, None)
+        return f"{section}.{name}={value} with kd.teacher" if cfg.kd.teacher and value not in off else None
+
+    return find
+
+
+_CACHE_INSTEAD = "a cache of the teacher (kd.cache) instead"
 _SCHEDULE_PLAN = "false: it needs a schedule plan (return_schedule_plan)"
 _OWN_WGRAD = "false: the loss computes the head's weight gradient itself"
 _WHOLE_HEAD = "false: the head's weight must be whole on its rank"
@@ -120,6 +131,9 @@ _UNSUPPORTED: tuple[tuple[_Finder, str], ...] = (
     (_on("dist", "use_megatron_fsdp", "use_torch_fsdp2"), _WHOLE_HEAD),
     (_on("dist", "eval_context_parallel_size", off=(None,)), "null"),
     (lambda cfg: None if cfg.peft is None else "peft", "null: adapters are not supported yet"),
+    (_teacher_beside("model", "pipeline_model_parallel_size", (1,)), f"1, or {_CACHE_INSTEAD}"),
+    (_teacher_beside("dist", "use_decentralized_pg", (None, False)), f"false, or {_CACHE_INSTEAD}"),
+    (_teacher_beside("model", "fp16", (None, False)), f"bf16 or fp32, or {_CACHE_INSTEAD}"),
 )
 
 

@@ -12,6 +12,7 @@ from megatron.training.config.yaml_utils import safe_yaml_representers
 from megatron_kd import dryrun
 from megatron_kd.bridge.commands import Request
 from megatron_kd.bridge.config import KDConfigContainer, check_final, finalise_preview, load_config
+from megatron_kd.bridge.online import teacher_provider
 from megatron_kd.bridge.preflight import check_layout, check_settings, smallest_world_size
 from megatron_kd.bridge.teacher_feed import SYNTHETIC
 from megatron_kd.bridge.train import open_feed, train
@@ -36,8 +37,10 @@ def check(request: Request, ranks: int | None, world_size: int | None) -> tuple[
     cfg, values = load_config(**request._asdict())
     world_size = world_size or smallest_world_size(cfg)
     check_settings(cfg, world_size=world_size)
-    if cfg.kd is not None and cfg.kd.cache:
+    if cfg.kd is not None and (cfg.kd.cache or cfg.kd.teacher):
         open_feed(cfg)
+        if cfg.kd.teacher:
+            teacher_provider(cfg, dryrun.prepare_model)
     for change in [*_without_cache(cfg), *dryrun.prepare(cfg)]:
         values.forget(change.key)
     check_final(finalise_preview(cfg, world_size=world_size), values, before=cfg)
@@ -59,11 +62,16 @@ def _shrunk(request: Request, ranks: int | None) -> tuple[KDConfigContainer, lis
 
 
 def _without_cache(cfg: KDConfigContainer) -> list[dryrun.Change]:
-    """Teacher rows that are made up, over the model's own vocabulary: any corpus will do with them."""
+    """Teacher rows that are made up, over the model's own vocabulary: any corpus will do with them.
+
+    A teacher that would run beside the student is one of the student's own architecture, with random weights.
+    """
     if cfg.kd is None:
         return []
-    changes = [dryrun.Change("kd.cache", cfg.kd.cache, SYNTHETIC, "made-up teacher rows fit the shrunk model")]
-    cfg.kd.cache = SYNTHETIC
+    name = "teacher" if cfg.kd.teacher else "cache"
+    why = "made-up teacher rows fit the shrunk model"
+    changes = [dryrun.Change(f"kd.{name}", getattr(cfg.kd, name), SYNTHETIC, why)]
+    setattr(cfg.kd, name, SYNTHETIC)
     if cfg.tokenizer.use_tokenizer_vocab_size:
         changes.append(dryrun.Change("tokenizer.use_tokenizer_vocab_size", True, False, "the rows fit the model's"))
         cfg.tokenizer.use_tokenizer_vocab_size = False

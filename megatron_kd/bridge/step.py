@@ -66,7 +66,7 @@ class KDForwardStep:
             self.feed.partition = partial(cp_positions, group=groups.cp)
             look_ahead(data_iterator, self.feed)
         batches = WithoutKey(data_iterator, keep_rows if last_chunk else None)
-        tensor, _ = gpt_step.forward_step(state, batches, WithProcessor(model, output), return_schedule_plan)
+        tensor, _ = gpt_step.forward_step(state, batches, self.processed(model, output), return_schedule_plan)
         rerun = state.cfg.rerun_state_machine
         return tensor, partial(
             reported_loss,
@@ -74,6 +74,10 @@ class KDForwardStep:
             check_for_nan_in_loss=rerun.check_for_nan_in_loss,
             check_for_spiky_loss=rerun.check_for_spiky_loss,
         )
+
+    def processed(self, model: torch.nn.Module, output: DivergenceOutput) -> "WithProcessor":
+        """The model as the stock forward step is to call it."""
+        return WithProcessor(model, output)
 
 
 class WithoutKey:

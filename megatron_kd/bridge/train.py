@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training run in the real Megatron-Bridge loop, on this process's rank.
 
-With ``cfg.kd`` the student learns from the teacher cache; without it, it is Megatron's default loss and nothing of
-ours takes part. Everything that can be refused is refused before the model is built.
+With ``cfg.kd`` the student learns from the teacher's cache, or from the teacher itself; without it, it is Megatron's
+default loss and nothing of ours takes part. Everything that can be refused is refused before the model is built.
 """
 
 import logging
@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from megatron_kd.bridge.callbacks import FinalValues, VocabularyCheck
 from megatron_kd.bridge.config import KDConfigContainer, UserValues, refuse_unsupported
 from megatron_kd.bridge.dataset import keyed_datasets
+from megatron_kd.bridge.online import OnlineFeed, OnlineForwardStep, Prepare
 from megatron_kd.bridge.step import KDForwardStep
 from megatron_kd.bridge.teacher_feed import SYNTHETIC, CacheFeed, SyntheticFeed, TeacherFeed
 from megatron_kd.cache import CacheReader, tokenizer_identity
@@ -28,26 +29,35 @@ from megatron_kd.cache.sets import combine
 logger = logging.getLogger(__name__)
 
 
-def train(cfg: KDConfigContainer, user_values: UserValues | None = None, callbacks: Sequence[Callback] = ()) -> None:
+def train(
+    cfg: KDConfigContainer,
+    user_values: UserValues | None = None,
+    callbacks: Sequence[Callback] = (),
+    prepare_teacher: Prepare | None = None,
+) -> None:
     """Train with ``cfg`` from its first iteration, or from where ``cfg.checkpoint.load`` left off.
 
     Args:
         cfg: A Bridge configuration; ``cfg.kd`` None trains with Megatron's default loss.
         user_values: What the user set, to make sure that it is what the run uses.
         callbacks: Further Bridge callbacks.
+        prepare_teacher: What makes the provider of ``cfg.kd.teacher`` fit for CPU ranks, as the student's is.
 
     Raises:
         UserError: If the configuration asks for what is not supported, or Bridge changed a value the user set.
         CacheError: If the cache is missing, damaged, or does not fit the run.
     """
+    if cfg.kd is not None:
+        cfg.kd.finalize()
     refuse_unsupported(cfg)
     callbacks = [*([FinalValues(user_values)] if user_values else []), *callbacks]
     if cfg.kd is None:
         pretrain(cfg, gpt_step.forward_step, callbacks=callbacks)
         return
-    feed = open_feed(cfg)
+    feed = open_feed(cfg, prepare_teacher)
+    step = OnlineForwardStep if cfg.kd.teacher else KDForwardStep
     with keyed_datasets(feed.bind):
-        pretrain(cfg, KDForwardStep(cfg.kd, feed), callbacks=[VocabularyCheck(feed.vocab_size), *callbacks])
+        pretrain(cfg, step(cfg.kd, feed), callbacks=[VocabularyCheck(feed.vocab_size), *callbacks])
 
 
 def leave_on_signal(cfg: KDConfigContainer, user_values: UserValues) -> None:
@@ -74,9 +84,11 @@ def _spare_checkpoint_helper() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def open_feed(cfg: KDConfigContainer) -> TeacherFeed:
-    """Open the caches that ``cfg.kd.cache`` names."""
+def open_feed(cfg: KDConfigContainer, prepare_teacher: Prepare | None = None) -> TeacherFeed | OnlineFeed:
+    """Open the caches that ``cfg.kd.cache`` names, or look at the teacher that ``cfg.kd.teacher`` does."""
     kd = cfg.kd
+    if kd.teacher:
+        return OnlineFeed(cfg, tokenizer=run_tokenizer(cfg), prepare=prepare_teacher)
     if kd.cache == SYNTHETIC:
         return SyntheticFeed(top_k=kd.top_k, vocab_size=cfg.model.vocab_size)
     paths = [kd.cache] if isinstance(kd.cache, str) else kd.cache
