@@ -151,34 +151,36 @@ class MegatronTeacher:
         sequences: Sequence[np.ndarray],
         *,
         top_k: int,
-        skip: Sequence[int] | None = None,
+        wanted: Sequence[np.ndarray] | None = None,
         temperatures: Sequence[float] = (),
         strip_tokens: int | None = None,
         labels: Sequence[np.ndarray] | None = None,
     ) -> TeacherRows:
         """See `Teacher.rows`."""
-        skip = skip or [0] * len(sequences)
+        masks = [np.ones(len(s), bool) for s in sequences] if wanted is None else wanted
         select = Selector(
             self.vocab_real, {"top_k": top_k, "temperatures": tuple(temperatures), "strip_tokens": strip_tokens}
         )
         if labels is not None:
-            labels = [np.r_[np.full(s, -1), own] for s, own in zip(skip, labels, strict=True)]
+            given, labels = labels, [np.full(len(mask), -1) for mask in masks]
+            for whole, mask, own in zip(labels, masks, given, strict=True):
+                whole[mask] = own
         with implausible_if_not_finite(self.name, self.identity["dtype"]):
             found = self._run(sequences, select, labels)
         micro_batches = [self._of_all_ranks(rows, select, labels is not None) for rows in found]
         per_batch = micro_batches[0].log_tail.shape[1]
 
-        def wanted(field: int) -> torch.Tensor | None:
+        def of(field: int) -> torch.Tensor | None:
             if micro_batches[0][field] is None:
                 return None
             return torch.cat(
                 [
-                    micro_batches[i // per_batch][field][skip[i] : len(sequence), i % per_batch]
-                    for i, sequence in enumerate(sequences)
+                    micro_batches[i // per_batch][field][: len(mask), i % per_batch][torch.from_numpy(mask)]
+                    for i, mask in enumerate(masks)
                 ]
             )
 
-        return TeacherRows(*map(wanted, range(len(TeacherRows._fields))))
+        return TeacherRows(*map(of, range(len(TeacherRows._fields))))
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Teacher`."""

@@ -112,18 +112,22 @@ class HuggingFaceTeacher:
         """Where the output weight is."""
         return self._weight.device
 
+    def padded(self, sequences: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids int64 [B, longest], padded on the right, and the mask of those that are none."""
+        longest = max(map(len, sequences))
+        tokens = np.zeros((len(sequences), longest), np.int64)
+        mask = np.zeros((len(sequences), longest), np.int64)
+        for row, sequence in enumerate(sequences):
+            tokens[row, : len(sequence)], mask[row, : len(sequence)] = sequence, 1
+        return torch.from_numpy(tokens).to(self.device), torch.from_numpy(mask).to(self.device)
+
     @torch.no_grad()
     def hidden(self, sequences: Sequence[np.ndarray]) -> torch.Tensor:
         """Hidden states after the final norm, [B, longest, H]; positions beyond a sequence's end are meaningless.
 
         Sequences are padded on the right and masked, so no real position attends to padding.
         """
-        longest = max(map(len, sequences))
-        tokens = np.zeros((len(sequences), longest), np.int64)
-        mask = np.zeros((len(sequences), longest), np.int64)
-        for row, sequence in enumerate(sequences):
-            tokens[row, : len(sequence)], mask[row, : len(sequence)] = sequence, 1
-        tokens, mask = torch.from_numpy(tokens).to(self.device), torch.from_numpy(mask).to(self.device)
+        tokens, mask = self.padded(sequences)
         return self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
 
     def rows(
@@ -131,21 +135,22 @@ class HuggingFaceTeacher:
         sequences: Sequence[np.ndarray],
         *,
         top_k: int,
-        skip: Sequence[int] | None = None,
+        wanted: Sequence[np.ndarray] | None = None,
         temperatures: Sequence[float] = (),
         strip_tokens: int | None = None,
         labels: Sequence[np.ndarray] | None = None,
     ) -> TeacherRows:
         """See `Teacher.rows`."""
         hidden = self.hidden(sequences)
-        skip = skip or [0] * len(sequences)
-        wanted = torch.cat([hidden[i, skip[i] : len(sequence)] for i, sequence in enumerate(sequences)])
-        del hidden
+        chosen = np.zeros(hidden.shape[:2], bool)
+        for row, sequence in enumerate(sequences):
+            chosen[row, : len(sequence)] = True if wanted is None else wanted[row]
+        hidden = hidden[torch.from_numpy(chosen).to(hidden.device)].to(self.device)
         if labels is not None:
             labels = torch.from_numpy(np.concatenate(labels).astype(np.int64)).to(self.device)
         with implausible_if_not_finite(self.name, self.identity["dtype"]):
             return fused_linear_topk(
-                wanted,
+                hidden,
                 self._weight,
                 shard=VocabShard(0, self.vocab_padded, self.vocab_real),
                 top_k=top_k,

@@ -91,17 +91,19 @@ def batch_rows(
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     """Rows of one forward pass: (row counted from the first unit, arguments of `TileBuffer.put`).
 
-    A replica without work takes part with a token of its own, as experts may lie on other replicas.
+    Positions that are not stored are not projected to the vocabulary. A replica without work takes part with a token
+    of its own, as experts may lie on other replicas.
     """
     tokens = [_piece_tokens(teacher, units, piece) for piece in batch]
+    wanted = [_wanted(units, piece) for piece in batch]
     rows = teacher.rows(
         tokens or [np.zeros(1, np.int64)],
-        skip=[piece.skip for piece in batch] or None,
+        wanted=wanted or None,
         top_k=manifest.top_k,
         temperatures=manifest.temperatures,
         strip_tokens=strip_tokens,
     )
-    return _split(rows, batch, tokens, units, manifest)
+    return _split(rows, batch, tokens, wanted, manifest)
 
 
 def teacher_rows(
@@ -138,22 +140,30 @@ def _piece_tokens(teacher: Teacher, units: UnitSource, piece: Piece) -> np.ndarr
     return tokens
 
 
+def _wanted(units: UnitSource, piece: Piece) -> np.ndarray:
+    """Positions of a piece that have a row to be stored, bool [length]."""
+    wanted = np.arange(piece.length) >= piece.skip
+    return wanted & units.stored(piece.unit)[piece.start : piece.stop] if hasattr(units, "stored") else wanted
+
+
 def _split(
-    rows: TeacherRows, batch: list[Piece], tokens: list[np.ndarray], units: UnitSource, manifest: Manifest
+    rows: TeacherRows, batch: list[Piece], tokens: list[np.ndarray], wanted: list[np.ndarray], manifest: Manifest
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    ids, logprobs, log_tail, tail_T = (x.cpu().numpy() for x in rows[:4])
+    names = ["ids", "logprobs", "log_tail", *(["tail_T"] if manifest.temperatures else [])]
+    found = {name: getattr(rows, name).cpu().numpy() for name in names}
     at = 0
-    for piece, own in zip(batch, tokens, strict=True):
-        part = slice(at, at + piece.length - piece.skip)
-        planes = {
-            "tokens": own[piece.skip :],
-            "ids": ids[part],
-            "logprobs": logprobs[part],
-            "log_tail": log_tail[part],
-        }
-        if manifest.temperatures:
-            planes["tail_T"] = tail_T[part]
-        if hasattr(units, "stored"):
-            planes["stored"] = units.stored(piece.unit)[piece.start + piece.skip : piece.stop]
-        yield piece.row, planes
-        at = part.stop
+    for piece, own, mask in zip(batch, tokens, wanted, strict=True):
+        stored = mask[piece.skip :]
+        part = {name: plane[at : at + np.count_nonzero(stored)] for name, plane in found.items()}
+        at += np.count_nonzero(stored)
+        if not stored.all():
+            part = {name: _spread(plane, stored, -np.inf if name == "logprobs" else 0) for name, plane in part.items()}
+            part["stored"] = stored
+        yield piece.row, {"tokens": own[piece.skip :], **part}
+
+
+def _spread(plane: np.ndarray, stored: np.ndarray, filler: float) -> np.ndarray:
+    """The stored rows of a plane at their places, the filler at the others."""
+    out = np.full((len(stored), *plane.shape[1:]), filler, plane.dtype)
+    out[stored] = plane
+    return out

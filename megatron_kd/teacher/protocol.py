@@ -41,17 +41,17 @@ class Teacher(Protocol):
         sequences: Sequence[np.ndarray],
         *,
         top_k: int,
-        skip: Sequence[int] | None = None,
+        wanted: Sequence[np.ndarray] | None = None,
         temperatures: Sequence[float] = (),
         strip_tokens: int | None = None,
         labels: Sequence[np.ndarray] | None = None,
     ) -> TeacherRows:
-        """Rows of every position of the sequences, one sequence after the other; the same on all ranks of a replica.
+        """Rows of positions of the sequences, one sequence after the other; the same on all ranks of a replica.
 
         Args:
             sequences: token ids; none sees another.
             top_k: entries a row.
-            skip: how many first positions of each are context only, and get no rows.
+            wanted: bool masks of the positions of each that get rows; the others are context only. Default all.
             temperatures: T of each column of `tail_T`.
             strip_tokens: tokens projected to the vocabulary at once.
             labels: ids, as many for each sequence as it has rows; negative means none.

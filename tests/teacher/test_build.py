@@ -15,7 +15,7 @@ from megatron_kd.cache.commands import add_parser
 from megatron_kd.cache.manifest import Manifest
 from megatron_kd.cache.verify import verify
 from megatron_kd.cache.writer import CacheWriter
-from megatron_kd.teacher.build import build_cache
+from megatron_kd.teacher.build import build_cache, prepare_build
 from megatron_kd.teacher.errors import ImplausibleTeacher, TeacherError
 from megatron_kd.teacher.huggingface import HuggingFaceTeacher
 from megatron_kd.teacher.passes import unit_rows
@@ -292,3 +292,50 @@ def test_a_long_document_goes_alone_and_short_ones_together(tmp_path, llama):
     for grid, part in zip(dense, rows, strict=True):
         np.put_along_axis(grid, part.ids, part.logprobs, -1)
     np.testing.assert_allclose(dense[0], dense[1], atol=2e-5)
+
+
+def test_positions_that_are_not_stored_are_not_projected(tmp_path, llama, corpus, monkeypatch):
+    """The output projection meets the stored positions alone; the cache is that of a teacher that projected all."""
+    from megatron_kd.cache import MaskedUnits
+    from megatron_kd.teacher import huggingface
+
+    units = DocumentUnits(corpus)
+    mask = lambda unit: (np.arange(units.lengths[unit]) % 5 > 1) & (unit != 3)  # noqa: E731 (one has none at all)
+    masked = MaskedUnits(units, mask)
+    options = settings(temperatures=(2.0,), window=64, batch_tokens=64)
+    met, project = [], huggingface.fused_linear_topk
+
+    def counted(hidden, *args, **kwargs):
+        met.append(len(hidden))
+        return project(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(huggingface, "fused_linear_topk", counted)
+    teacher = HuggingFaceTeacher.load(llama, vocab_size=VOCAB)
+    build = prepare_build(
+        teacher, masked, tmp_path / "c", **{k: v for k, v in options.items() if k not in ("progress", "vocab_size")}
+    )
+    met.clear()
+    build.run(progress=False)
+    stored = np.concatenate([mask(unit) for unit in range(len(units.lengths))])
+    assert sum(met) == stored.sum()
+    whole = build_cache(llama, units, tmp_path / "whole", **options)
+    for temperature in (1.0, 2.0):
+        found, true = (
+            CacheReader(path).read(np.array([[0, corpus.n_tokens]]), temperature=temperature)
+            for path in (tmp_path / "c", whole)
+        )
+        np.testing.assert_array_equal(found.stored, stored)
+        np.testing.assert_array_equal(found.tokens, true.tokens)
+        np.testing.assert_array_equal(found.ids[stored], true.ids[stored])
+        np.testing.assert_allclose(found.logprobs[stored], true.logprobs[stored], rtol=2**-10, atol=1e-5)
+        np.testing.assert_allclose(found.log_tail[stored], true.log_tail[stored], atol=1e-3)
+    assert (
+        verify(
+            tmp_path / "c",
+            "teacher",
+            units=masked,
+            sample_units=99,
+            recompute=lambda unit: unit_rows(teacher, masked, unit, build.manifest),
+        ).problems
+        == []
+    )
