@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_kd.cache.commits import shard_file
 from megatron_kd.cache.errors import CacheError
 from megatron_kd.cache.manifest import make_manifest
 from megatron_kd.cache.reader import CacheReader, Rows
@@ -172,7 +173,8 @@ def measure(exact: Rows, rows: int, folder: Path, *, vocab: int = VOCAB, **setti
     }
     result |= _speeds(reader, rows)
     digest = reader.manifest.digest()
-    with Shard(writer.shard_path(0), reader.manifest.row_format, 0, rows, tile=0, manifest_digest=digest) as shard:
+    file = reader.store.open(shard_file(0))
+    with Shard(file, reader.manifest.row_format, 0, rows, tile=0, manifest_digest=digest) as shard:
         result["verify"] = rows / _seconds(shard.verify_blocks)[0] / 1e6
     return result
 

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_kd.cache.layout import CODECS, VALUE_DTYPES
+from megatron_kd.cache.store import cache_path
+
+CACHE = "cache folder, or msc://PROFILE/PATH on an object store"
 
 EXAMPLES = """\
 An interrupted build continues with the same command: only tiles without a commit record are computed.
@@ -84,7 +87,7 @@ def add_build(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace
         "megatron",
     )
     parser.add_argument("--corpus", metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="cache folder; made, or continued")
+    parser.add_argument("--out", type=cache_path, metavar="DIR", help=f"{CACHE}; made, or continued")
     group = add_teacher_options(parser, required=False)
     group.add_argument(
         "--engine",
@@ -111,7 +114,7 @@ def add_build(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace
     group.add_argument("--limit", type=positive, metavar="N", help="only the first N documents")
     group.add_argument(
         "--continues",
-        type=Path,
+        type=cache_path,
         metavar="DIR",
         help="cache of the corpus before it grew: only documents after those are computed; training reads both "
         "(kd.cache=[DIR,OUT])",

@@ -13,15 +13,17 @@ from typing import Any
 
 from megatron_kd.cache import bench, build_options, coverage
 from megatron_kd.cache import transfer_commands as transfer
-from megatron_kd.cache.build_options import add_build, add_teacher_options, positive
+from megatron_kd.cache.build_options import CACHE, add_build, add_teacher_options, positive
+from megatron_kd.cache.commits import SEAL, read_commit
 from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits, UnitSource
 from megatron_kd.cache.errors import CacheError, printable
 from megatron_kd.cache.manifest import Manifest, differences, expect, load_manifest
 from megatron_kd.cache.reader import check_seal, load_cache
 from megatron_kd.cache.repair import quarantine, repair
 from megatron_kd.cache.sets import LaterUnits
+from megatron_kd.cache.store import cache_path, open_store
 from megatron_kd.cache.verify import LEVELS, verify
-from megatron_kd.cache.writer import CacheWriter, read_commit
+from megatron_kd.cache.writer import CacheWriter
 
 _EXAMPLES = {
     "cache": """\
@@ -72,8 +74,10 @@ def add_parser(subparsers: Any) -> None:
     build = _parser(commands, "build", "Run the teacher over a corpus and store its top K with the tail mass.")
     add_build(build, run_build)
     info = _parser(commands, "info", "Show what a cache was built from, its size, and how far it is.")
-    info.add_argument("cache", type=Path, nargs="?", help="cache folder")
-    info.add_argument("--diff", type=Path, nargs=2, metavar=("A", "B"), help="show in which fields two caches differ")
+    info.add_argument("cache", type=cache_path, nargs="?", help=CACHE)
+    info.add_argument(
+        "--diff", type=cache_path, nargs=2, metavar=("A", "B"), help="show in which fields two caches differ"
+    )
     info.add_argument("--json", action="store_true", help="print one JSON object")
     coverage.add_options(info)
     info.set_defaults(run=run_info)
@@ -95,7 +99,7 @@ def _parser(subparsers: Any, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cache", type=Path, help="cache folder")
+    parser.add_argument("cache", type=cache_path, help=CACHE)
     parser.add_argument("--level", choices=LEVELS, default="checksums", help="how deep (default checksums)")
     parser.add_argument("--corpus", metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx")
     parser.add_argument(
@@ -110,7 +114,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_repair(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cache", type=Path, help="cache folder")
+    parser.add_argument("cache", type=cache_path, help=CACHE)
     parser.add_argument(
         "--level", choices=LEVELS[:4], default="checksums", help="how deep to verify first (default checksums)"
     )
@@ -136,7 +140,7 @@ def run_build(args: argparse.Namespace) -> int:
         made = run_build(args)
     except KeyboardInterrupt:
         print("\nStopped. What was committed is kept; the same command continues.")
-        if args.out is not None and (args.out / "manifest.json").exists():
+        if args.out is not None and open_store(args.out).exists("manifest.json"):
             _print_info(describe(args.out))
         return 130
     if made is not None:
@@ -158,11 +162,11 @@ def run_info(args: argparse.Namespace) -> int:
         _print_info(info)
         print(coverage.table(found) if found else "", end="\n" if found else "")
     if args.chart:
-        coverage.draw(args.chart, {args.cache.name: found})
+        coverage.draw(args.chart, {Path(args.cache).name: found})
     return 0
 
 
-def _print_diff(a: Path, b: Path) -> int:
+def _print_diff(a: Path | str, b: Path | str) -> int:
     manifests = [dataclasses.asdict(load_cache(path)[0]) for path in (a, b)]
     wrong = {name: (left, right) for name, left, right in differences(*manifests)}
     wrong |= {name: (left, right) for name, right, left in differences(*manifests[::-1])}
@@ -172,24 +176,28 @@ def _print_diff(a: Path, b: Path) -> int:
     return 1 if wrong else 0
 
 
-def describe(path: Path) -> dict[str, Any]:
+def describe(path: Path | str) -> dict[str, Any]:
     """Everything `cache info` shows: the manifest's fields, state, tiles, rows and bytes.
 
     Raises:
         CacheError: it is not a cache, or a part of it is damaged.
     """
-    manifest, tiles = load_cache(path)
-    digest, sizes = manifest.digest(), []
-    for tile in range(len(tiles) - 1):
+    store = open_store(path)
+    manifest, tiles = load_cache(store)
+    digest = manifest.digest()
+
+    def size_of(tile: int) -> tuple[int, int] | None:
         try:
-            commit = read_commit(path, tile, digest)
+            commit = read_commit(store, tile, digest)
         except FileNotFoundError:
-            continue
-        sizes.append((commit["rows"], commit["bytes"]))
-    sealed = (path / "SEALED.json").exists() and bool(check_seal(path, manifest))
+            return None
+        return commit["rows"], commit["bytes"]
+
+    sizes = [size for size in store.map(size_of, range(len(tiles) - 1)) if size]
+    sealed = store.exists(SEAL) and bool(check_seal(store, manifest))
     rows, size = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
-    state = {"path": str(path), "sealed": sealed, "committed_tiles": len(sizes), "committed_rows": rows, "bytes": size}
-    return dataclasses.asdict(manifest) | state
+    state = {"path": str(store.path), "sealed": sealed, "committed_tiles": len(sizes), "committed_rows": rows}
+    return dataclasses.asdict(manifest) | state | {"bytes": size}
 
 
 def _print_info(info: dict[str, Any]) -> None:

@@ -190,7 +190,7 @@ class Commits:
         try:
             size, judged = self.store.state(name)
             with Shard(
-                self.store.path / name, self.manifest.row_format, first, rows, tile=tile, manifest_digest=self._digest
+                self.store.open(name), self.manifest.row_format, first, rows, tile=tile, manifest_digest=self._digest
             ) as opened:
                 digest = opened.verify_blocks()
             self.store.sync("shards")  # its writer may have died before it did

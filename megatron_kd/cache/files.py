@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File primitives of the cache: atomic publication, exact reads, waiting for visibility, digests, JSON records.
+"""File primitives of the cache: atomic publication, exact reads, digests, JSON records.
 
 In: paths and bytes. Out: the same, or a `CacheError`. A file is published in four steps (write under `tmp/`, fsync,
 hard link into place, fsync the folder), so a name that can be seen always has complete content, and a second
@@ -9,21 +9,17 @@ without asking a clock.
 """
 
 import json
-import logging
 import os
 import socket
 import stat
-import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from megatron_kd.cache.errors import CorruptFile
-
-logger = logging.getLogger(__name__)
 
 MAX_RECORD_BYTES = 1 << 20
 FOLDERS = ("shards", "commits", "tmp", "quarantine")
@@ -126,21 +122,6 @@ def read_exact(fd: int, buffer: memoryview, offset: int, name: str) -> None:
                 f"{name} ends at byte {offset + done}; {len(view) - done} more bytes were expected there"
             )
         done += count
-
-
-def wait_until_visible(path: Path, wait_s: float) -> bool:
-    """Wait at most `wait_s` seconds for `path`: another node's file can take a while to show here."""
-    deadline = time.monotonic() + wait_s
-    pause = 0.05
-    while not os.path.exists(path):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        if pause == 0.05:
-            logger.warning("%s is not visible on node %s yet; waiting up to %.0f s", path, node_name(), wait_s)
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, 2.0)
-    return True
 
 
 def fsync_folder(folder: Path) -> None:
@@ -248,12 +229,3 @@ def decode_record(data: bytes, name: str) -> dict[str, Any]:
             "it from a copy, or build the cache again"
         )
     return body
-
-
-def iter_file(fd: int, size: int, name: str) -> Iterator[memoryview]:
-    """The bytes of an open file in pieces of 8 MiB; the same buffer is used again for each."""
-    buffer = memoryview(bytearray(min(size, _CHUNK_BYTES)))
-    for start in range(0, size, _CHUNK_BYTES):
-        piece = buffer[: min(_CHUNK_BYTES, size - start)]
-        read_exact(fd, piece, start, name)
-        yield piece

@@ -16,8 +16,9 @@ import numpy as np
 
 from megatron_kd.cache.corpus import UnitSource, cut_tiles, unit_table_digest
 from megatron_kd.cache.errors import BadSetting, CorruptFile, FutureVersion, IdentityMismatch, NotACache
-from megatron_kd.cache.files import decode_record, digest_bytes, encode_record, parse_json, read_bounded
+from megatron_kd.cache.files import decode_record, digest_bytes, encode_record, node_name, parse_json
 from megatron_kd.cache.layout import CODECS, FORMAT_VERSION, VALUE_DTYPES, RowFormat, id_hi_bits
+from megatron_kd.cache.store import Store, open_store, when_visible
 
 _FORMAT = "megatron-kd-cache"
 _JSON_TYPES = {
@@ -160,17 +161,28 @@ class Manifest:
             raise CorruptFile(f"{name}: tiles.count must lie in [1, {most}], found {_short(count)}")
 
 
-def load_manifest(cache: Path) -> Manifest:
-    """The manifest of the cache in a folder.
+def load_manifest(cache: Path | str | Store, *, wait_s: float = 0.0) -> Manifest:
+    """The manifest of a cache; `wait_s` is how long to wait for it to show on this node.
 
     Raises:
         NotACache, FutureVersion, CorruptFile.
     """
-    path = cache / "manifest.json"
+    store, name = open_store(cache), "manifest.json"
+
+    def load() -> Manifest:
+        return Manifest.from_json(store.read(name), store.where(name))
+
     try:
-        return Manifest.from_json(read_bounded(path), str(path))
+        return when_visible(store, name, wait_s, lambda: store.twice(load))
     except FileNotFoundError as error:
-        raise NotACache(f"{cache} is not a teacher cache: there is no {path}") from error
+        raise not_a_cache(store, name, wait_s) from error
+
+
+def not_a_cache(store: Store, name: str, wait_s: float) -> NotACache:
+    """The error that a cache's file is missing."""
+    return NotACache(
+        f"{store.path} is not a teacher cache: node {node_name()} sees no {store.where(name)} (waited {wait_s:g} s)"
+    )
 
 
 def make_manifest(
@@ -301,7 +313,7 @@ def differences(found: Any, wanted: Any, field: str = "") -> list[tuple[str, Any
     return [] if found == wanted else [(field, found, wanted)]
 
 
-def expect(manifest: Manifest, path: Path, fields: dict[str, Any]) -> None:
+def expect(manifest: Manifest, path: Path | str, fields: dict[str, Any]) -> None:
     """Raise `IdentityMismatch` unless the manifest has the given values; dicts are compared by the keys given.
 
     Raises:

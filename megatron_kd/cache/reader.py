@@ -2,8 +2,9 @@
 """Reading a sealed cache: any spans of the token axis, at the temperature and K of the loss.
 
 In: spans (start, length). Out: `Rows`, the teacher's distribution after each of those tokens, in the spans' order.
-Memory is the result plus 2,048 rows of scratch a thread, whatever the size of the cache; at most 64 files are open.
-Every byte that is used was compared with a checksum (`check_blocks="always"`).
+Memory is the result plus 2,048 rows of scratch a thread, whatever the size of the cache; at most 64 files are open. Of
+an object store 16 MiB are read at once, and as many more held. Every byte that is used was compared with a checksum
+(`check_blocks="always"`).
 """
 
 import logging
@@ -17,26 +18,28 @@ import numpy as np
 
 from megatron_kd.cache import codecs, layout
 from megatron_kd.cache.blocks import Scratch, row_planes
+from megatron_kd.cache.commits import SEAL, commit_file, read_commit, shard_file
 from megatron_kd.cache.errors import (
     CorruptFile,
     EchoMismatch,
     MissingShard,
-    NotACache,
     ServeError,
     SpanError,
     Unsealed,
 )
-from megatron_kd.cache.files import decode_record, node_name, read_bounded, wait_until_visible
+from megatron_kd.cache.files import decode_record, node_name
 from megatron_kd.cache.layout import RowFormat
-from megatron_kd.cache.manifest import Manifest, decode_tiles, expect
+from megatron_kd.cache.manifest import Manifest, decode_tiles, expect, load_manifest, not_a_cache
 from megatron_kd.cache.shard import PIECE_ROWS, Shard
-from megatron_kd.cache.writer import read_commit
+from megatron_kd.cache.store import Store, open_store, when_visible
 
 logger = logging.getLogger(__name__)
 
 _RUN_ROWS = 64 * layout.BLOCK_ROWS
 """Rows asked of a dense shard at once where nothing is decoded."""
-_OPEN_SHARDS = 64
+_FAR_BYTES = 16 << 20
+"""Bytes asked of an object store at once, as far as whole blocks allow."""
+_OPEN_SHARDS, _OPEN_FAR_SHARDS = 64, 4096
 _SAMPLE_EVERY = 16
 
 
@@ -62,7 +65,7 @@ class CacheReader:
     """Random access to a sealed cache. Threads may share one reader.
 
     Args:
-        path: the cache folder.
+        path: the cache folder, or `msc://PROFILE/PATH`.
         check_blocks: `always` compares every block read with its checksum; `sample` one read in 16.
         wait_s: how long to wait for a file that is not visible on this node yet (each file).
 
@@ -71,15 +74,16 @@ class CacheReader:
     """
 
     def __init__(
-        self, path: str | Path, *, check_blocks: Literal["always", "sample"] = "always", wait_s: float = 10.0
+        self, path: str | Path | Store, *, check_blocks: Literal["always", "sample"] = "always", wait_s: float = 10.0
     ):
         if check_blocks not in ("always", "sample"):
             raise ValueError(f"check_blocks must be 'always' or 'sample', found {check_blocks!r}")
-        self.path, self.check_blocks, self.wait_s = Path(path), check_blocks, wait_s
-        self.manifest, self.tiles = load_cache(self.path, wait_s=wait_s)
+        self.store, self.check_blocks, self.wait_s = open_store(path), check_blocks, wait_s
+        self.path = self.store.path
+        self.manifest, self.tiles = load_cache(self.store, wait_s=wait_s)
         self.n_rows = self.manifest.rows
         self._digest = self.manifest.digest()
-        check_seal(self.path, self.manifest, wait_s=wait_s)
+        check_seal(self.store, self.manifest, wait_s=wait_s)
         self._shards: OrderedDict[int, Shard] = OrderedDict()
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -131,7 +135,7 @@ class CacheReader:
         wanted = {"tokens": (np.uint32, n), "ids": (np.int32, n, k), "logprobs": (np.float32, n, k)}
         out = self._outputs(wanted | {"log_tail": (np.float32, n)}, None if out is None else out._asdict())
         out, scratch, at = Rows(**out), self._scratch, 0
-        for tile, row, count in self._pieces(spans, PIECE_ROWS):
+        for tile, row, count in self._pieces(spans, self._longest(PIECE_ROWS)):
             planes = self._shard(tile).read(row, count, check=self._should_check(), scratch=scratch)
             self._decode(planes, Rows(*(plane[at : at + count] for plane in out)), temperature)
             at += count
@@ -151,7 +155,7 @@ class CacheReader:
         planes = row_planes(self.manifest.row_format, int(spans[:, 1].sum()))
         out = self._outputs({name: (dtype, *shape) for name, shape, dtype in planes}, out)
         at, longest = 0, PIECE_ROWS if self.manifest.row_format.blocked else _RUN_ROWS
-        for tile, row, count in self._pieces(spans, longest):
+        for tile, row, count in self._pieces(spans, self._longest(longest)):
             part = {name: plane[at : at + count] for name, plane in out.items()}
             self._shard(tile).read(row, count, check=self._should_check(), out=part, scratch=self._scratch)
             at += count
@@ -207,6 +211,13 @@ class CacheReader:
                 yield tile, row, count
                 start += count
 
+    def _longest(self, rows: int) -> int:
+        """Rows to read at once: `rows` of a file, more or fewer of an object, for which each request takes a while."""
+        if self.store.far:
+            blocks = _FAR_BYTES // (layout.BLOCK_ROWS * self.manifest.row_format.bytes_per_row)
+            rows = max(1, blocks) * layout.BLOCK_ROWS
+        return rows
+
     def _should_check(self) -> bool:
         self._reads += 1
         return self.check_blocks == "always" or self._reads % _SAMPLE_EVERY == 1
@@ -215,9 +226,10 @@ class CacheReader:
         with self._lock:
             shard = self._shards.get(tile)
             if shard is None:
-                shard = self._shards[tile] = open_shard(self.path, self.manifest, self.tiles, tile, wait_s=self.wait_s)
+                shard = open_shard(self.store, self.manifest, self.tiles, tile, wait_s=self.wait_s)
+                self._shards[tile] = shard
             self._shards.move_to_end(tile)
-            if len(self._shards) > _OPEN_SHARDS:
+            if len(self._shards) > (_OPEN_FAR_SHARDS if self.store.far else _OPEN_SHARDS):
                 self._shards.popitem(last=False)  # closed when the last thread that uses it lets go
             return shard
 
@@ -267,36 +279,41 @@ def _log_sum_exp(values: np.ndarray) -> np.ndarray:
         return np.log(np.exp(values - top).sum(-1)) + top[:, 0]
 
 
-def load_cache(path: Path, *, wait_s: float = 0.0) -> tuple[Manifest, np.ndarray]:
+def load_cache(cache: Path | str | Store, *, wait_s: float = 0.0) -> tuple[Manifest, np.ndarray]:
     """Manifest and tile table of a cache, sealed or not.
 
     Raises:
         NotACache, FutureVersion, CorruptFile.
     """
-    for name in ("manifest.json", "tiles.npy"):
-        if not wait_until_visible(path / name, wait_s):
-            raise NotACache(
-                f"{path} is not a teacher cache: node {node_name()} sees no {path / name} (waited {wait_s:g} s)"
-            )
-    manifest = Manifest.from_json(read_bounded(path / "manifest.json"), str(path / "manifest.json"))
+    store, name = open_store(cache), "tiles.npy"
+    manifest = load_manifest(store, wait_s=wait_s)
     size = 16 * (manifest.tiles["count"] + 1) + 4096
-    return manifest, decode_tiles(read_bounded(path / "tiles.npy", size), manifest, str(path / "tiles.npy"))
+
+    def load() -> np.ndarray:
+        return decode_tiles(store.read(name, size), manifest, store.where(name))
+
+    try:
+        return manifest, when_visible(store, name, wait_s, lambda: store.twice(load))
+    except FileNotFoundError as error:
+        raise not_a_cache(store, name, wait_s) from error
 
 
-def check_seal(path: Path, manifest: Manifest, *, wait_s: float = 0.0) -> dict[str, Any]:
+def check_seal(cache: Path | str | Store, manifest: Manifest, *, wait_s: float = 0.0) -> dict[str, Any]:
     """Read SEALED.json.
 
     Raises:
         Unsealed: there is none.
         CorruptFile: it is damaged or seals another cache.
     """
-    seal = path / "SEALED.json"
-    if not wait_until_visible(seal, wait_s):
+    store = open_store(cache)
+    seal = store.where(SEAL)
+    try:
+        record = when_visible(store, SEAL, wait_s, lambda: store.twice(lambda: decode_record(store.read(SEAL), seal)))
+    except FileNotFoundError as error:
         raise Unsealed(
-            f"{path} is not complete: node {node_name()} sees no {seal} (waited {wait_s:g} s). Finish it by running "
-            "the same `megatron-kd cache build` again; what is missing shows `megatron-kd cache info`"
-        )
-    record = decode_record(read_bounded(seal), str(seal))
+            f"{store.path} is not complete: node {node_name()} sees no {seal} (waited {wait_s:g} s). Finish it by "
+            "running the same `megatron-kd cache build` again; what is missing shows `megatron-kd cache info`"
+        ) from error
     wanted = {"manifest": manifest.digest(), "rows": manifest.rows, "tiles": manifest.tiles["count"]}
     for field, value in wanted.items():
         if record.get(field) != value:
@@ -306,28 +323,36 @@ def check_seal(path: Path, manifest: Manifest, *, wait_s: float = 0.0) -> dict[s
     return record
 
 
-def open_shard(path: Path, manifest: Manifest, tiles: np.ndarray, tile: int, *, wait_s: float = 0.0) -> Shard:
+def open_shard(
+    cache: Path | str | Store, manifest: Manifest, tiles: np.ndarray, tile: int, *, wait_s: float = 0.0
+) -> Shard:
     """Open a committed tile.
 
     Raises:
         MissingShard: the shard or its commit record is not there.
         CorruptFile: one of them is not what the manifest implies.
     """
-    name = layout.shard_name(tile)
-    shard = path / "shards" / f"{name}.safetensors"
-    for file in (path / "commits" / f"{name}.json", shard):
-        if not wait_until_visible(file, wait_s):
-            raise MissingShard(
-                f"tile {tile} (rows [{tiles[tile, 0]}, {tiles[tile + 1, 0]})): node {node_name()} sees no {file} "
-                f"(waited {wait_s:g} s). Restore it from a copy, or run the same `megatron-kd cache build` again"
-            )
-    digest = manifest.digest()
-    commit = read_commit(path, tile, digest)
+    store, digest = open_store(cache), manifest.digest()
     first, rows = int(tiles[tile, 0]), int(tiles[tile + 1, 0] - tiles[tile, 0])
-    opened = Shard(shard, manifest.row_format, first, rows, tile=tile, manifest_digest=digest)
-    if commit["rows"] != rows or commit["bytes"] != shard.stat().st_size:
+
+    def open_it() -> Shard:
+        file = store.open(shard_file(tile))
+        return Shard(file, manifest.row_format, first, rows, tile=tile, manifest_digest=digest)
+
+    name = commit_file(tile)
+    try:
+        commit = when_visible(store, name, wait_s, lambda: read_commit(store, tile, digest))
+        name = shard_file(tile)
+        opened = when_visible(store, name, wait_s, lambda: store.twice(open_it))
+    except FileNotFoundError as error:
+        raise MissingShard(
+            f"tile {tile} (rows [{first}, {first + rows})): node {node_name()} sees no {store.where(name)} (waited "
+            f"{wait_s:g} s). Restore it from a copy, or run the same `megatron-kd cache build` again"
+        ) from error
+    if (commit["rows"], commit["bytes"]) != (rows, opened.size):
         raise CorruptFile(
-            f"{shard}: the commit record says {commit['rows']} rows, {commit['bytes']} bytes; found {rows} rows"
+            f"{opened.path}: the commit record says {commit['rows']} rows, {commit['bytes']} bytes; found {rows} "
+            f"rows, {opened.size} bytes"
         )
     return opened
 

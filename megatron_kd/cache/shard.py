@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One open shard: its header checked, its rows read by position.
 
-In: a path and what the manifest says must be there. Out: planes of any range of rows, verified against the block
-checksums. Costs one file descriptor and, per read, the bytes of the 512-row blocks the range touches.
+In: an open file and what the manifest says must be there. Out: planes of any range of rows, verified against the block
+checksums. Costs, per read, the bytes of the 512-row blocks the range touches.
 """
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +13,12 @@ import xxhash
 
 from megatron_kd.cache.blocks import BadBlock, Scratch, unpack
 from megatron_kd.cache.errors import CorruptBlock, CorruptFile
-from megatron_kd.cache.files import iter_file, open_regular, parse_json, read_exact
+from megatron_kd.cache.files import parse_json
 from megatron_kd.cache.layout import BLOCK_ROWS, RowFormat, block_count, plane_offsets, shard_header
+from megatron_kd.cache.store import OpenFile, pieces
 
 PIECE_ROWS = 4 * BLOCK_ROWS
 """Rows read at once before they are hashed and decoded; their 0.9 MB stay in a core's second-level cache."""
-_CHUNK_BYTES = 1 << 20
 _OPEN_HASHES = 1 << 16
 """Blocks of a shard whose hashes may be open at once: 33 million rows, 60 MB."""
 
@@ -29,7 +27,7 @@ class Shard:
     """A shard file opened for reading.
 
     Args:
-        path: the file.
+        file: where its bytes are; the shard closes it.
         row_format: of the cache.
         first_row: axis row of the tile's first row.
         rows: rows of the tile.
@@ -37,16 +35,14 @@ class Shard:
         manifest_digest: of the cache.
 
     Raises:
-        FileNotFoundError: no such file.
         CorruptFile: header or size are not what the manifest implies.
     """
 
     def __init__(
-        self, path: Path, row_format: RowFormat, first_row: int, rows: int, *, tile: int, manifest_digest: str
+        self, file: OpenFile, row_format: RowFormat, first_row: int, rows: int, *, tile: int, manifest_digest: str
     ):
-        self.path, self.row_format, self.first_row, self.rows, self.tile = path, row_format, first_row, rows, tile
-        self.fd = open_regular(path)
-        self.size = os.fstat(self.fd).st_size
+        self.file, self.path, self.size = file, file.name, file.size
+        self.row_format, self.first_row, self.rows, self.tile = row_format, first_row, rows, tile
         identity = {"tile": tile, "first_row": first_row, "rows": rows, "manifest_digest": manifest_digest}
         header = shard_header(row_format, **identity)
         blocks = 0
@@ -55,7 +51,7 @@ class Shard:
             blocks = self.size - plane_offsets(row_format, rows, len(header))[1]
             if not 0 <= blocks <= bound:
                 raise CorruptFile(
-                    f"{path} has {self.size} bytes; {rows} rows make {self.size - blocks} to "
+                    f"{self.path} has {self.size} bytes; {rows} rows make {self.size - blocks} to "
                     f"{self.size - blocks + bound}: it is truncated or not ours"
                 )
             header = shard_header(row_format, **identity, blocks_bytes=blocks)
@@ -66,7 +62,9 @@ class Shard:
         self._row_bytes, self._block_bound = row_format.bytes_per_row, row_format.block_bound(min(rows, BLOCK_ROWS))
         self._row_planes = [(plane.name, plane.row_bytes, self._offsets[plane.name]) for plane in self._planes[1:]]
         if self.size != size:
-            raise CorruptFile(f"{path} has {self.size} bytes; {rows} rows make {size}: it is truncated or not ours")
+            raise CorruptFile(
+                f"{self.path} has {self.size} bytes; {rows} rows make {size}: it is truncated or not ours"
+            )
 
     def __enter__(self) -> "Shard":
         return self
@@ -74,19 +72,14 @@ class Shard:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def __del__(self):
-        self.close()
-
     def close(self) -> None:
         """Close the file; safe to call twice."""
-        fd, self.fd = getattr(self, "fd", None), None
-        if fd is not None:
-            os.close(fd)
+        self.file.close()
 
     def _check_header(self) -> None:
         expected = self._header
         found = bytearray(min(len(expected), self.size))
-        read_exact(self.fd, memoryview(found), 0, str(self.path))
+        self.file.fill([memoryview(found)], 0, len(found))
         if found == expected:
             return
         if found[:8] != expected[:8]:
@@ -137,22 +130,27 @@ class Shard:
         if out is None:
             out = scratch.rows(self.row_format, count)
         planes = [(width, offset, memoryview(out[name]).cast("B")) for name, width, offset in self._row_planes]
+        first, end = self._extent_of_blocks(row, count) if check else (row, row + count)
+        file = self.file
+        if file.far:
+            sums = (self._offsets["checksum"] + 8 * (first // BLOCK_ROWS), 8 * block_count(end - first))
+            ranges = [(offset + first * width, (end - first) * width) for width, offset, _ in planes]
+            file = file.ahead([sums, *ranges] if check else ranges)
         if not check:
             for width, offset, body in planes:
-                self._fill([body], offset + row * width, len(body))
+                file.fill([body], offset + row * width, len(body))
             return out
-        first, end = self._extent_of_blocks(row, count)
-        stored = self._stored("checksum", first // BLOCK_ROWS, block_count(end - first))
+        stored = self._stored("checksum", first // BLOCK_ROWS, block_count(end - first), file)
         for start in range(first, end, PIECE_ROWS):
             stop = min(start + PIECE_ROWS, end)
-            sums = self._read_and_hash(planes, row, count, start, stop, scratch)
+            sums = self._read_and_hash(file, planes, row, count, start, stop, scratch)
             for block, found in enumerate(sums, (start - first) // BLOCK_ROWS):
                 if found != stored[block]:
                     raise self._corrupt(first // BLOCK_ROWS + block)
         return out
 
     def _read_and_hash(
-        self, planes: list[tuple], row: int, count: int, start: int, stop: int, scratch: Scratch
+        self, file: OpenFile, planes: list[tuple], row: int, count: int, start: int, stop: int, scratch: Scratch
     ) -> list[int]:
         """Read the blocks of rows [start, stop), of which rows [row, row + count) are wanted; their checksums.
 
@@ -167,7 +165,7 @@ class Shard:
             if head or tail:
                 spare = scratch.spare(head + tail)
                 parts = [spare[:head], wanted, spare[head : head + tail]]
-            self._fill(parts, offset + start * width, (stop - start) * width)
+            file.fill(parts, offset + start * width, (stop - start) * width)
             if head:
                 states[0].update(parts[0])
             at, end, block = 0, BLOCK_ROWS * width - head, BLOCK_ROWS * width
@@ -183,10 +181,14 @@ class Shard:
     ) -> dict[str, np.ndarray]:
         first, end = self._extent_of_blocks(row, count)
         block, blocks = first // BLOCK_ROWS, block_count(end - first)
-        bounds = self._index(block, blocks)
+        file = self.file
+        if file.far:
+            file = file.ahead(
+                [(self._offsets[name], 8 * block_count(self.rows) + 8) for name in ("checksum", "index")]
+            )
+        bounds, stored = self._index(block, blocks, file), self._stored("checksum", block, blocks, file)
         data = scratch.take("blocks", (bounds[-1] - bounds[0],), np.uint8)
-        self._fill([memoryview(data)], self._offsets["blocks"] + bounds[0], len(data))
-        stored = self._stored("checksum", block, blocks)
+        self.file.fill([memoryview(data)], self._offsets["blocks"] + bounds[0], len(data))
         in_place = out is not None and (first, end) == (row, row + count)
         planes = out if in_place else scratch.rows(self.row_format, end - first)
         for i in range(blocks):
@@ -210,26 +212,15 @@ class Shard:
         end = -(-(row + count) // BLOCK_ROWS) * BLOCK_ROWS
         return row // BLOCK_ROWS * BLOCK_ROWS, min(end, self.rows)
 
-    def _fill(self, parts: Sequence[memoryview], offset: int, size: int) -> None:
-        """Fill `parts`, `size` bytes together, from consecutive bytes, in one call if the kernel gives them all."""
-        try:
-            if os.preadv(self.fd, parts, offset) == size:
-                return
-        except OSError:
-            pass  # said by the attempt that follows
-        for part in filter(len, parts):
-            read_exact(self.fd, part, offset, str(self.path))
-            offset += len(part)
-
-    def _stored(self, name: str, first: int, count: int) -> list[int]:
+    def _stored(self, name: str, first: int, count: int, file: OpenFile | None = None) -> list[int]:
         """Items [first, first + count) of the plane `checksum` or `index`."""
         items = np.empty(count, "<u8")
-        read_exact(self.fd, memoryview(items), self._offsets[name] + 8 * first, str(self.path))
+        (file or self.file).fill([memoryview(items).cast("B")], self._offsets[name] + 8 * first, 8 * count)
         return items.tolist()
 
-    def _index(self, block: int, blocks: int) -> list[int]:
+    def _index(self, block: int, blocks: int, file: OpenFile | None = None) -> list[int]:
         """Bounds in `blocks` of that many blocks; none is larger than a block can be."""
-        bounds = self._stored("index", block, blocks + 1)
+        bounds = self._stored("index", block, blocks + 1, file)
         total, bound = self._planes[-1].nbytes, self._block_bound
         ends = {0: 0, block_count(self.rows): total}
         for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -248,7 +239,7 @@ class Shard:
         )
 
     def verify_blocks(self) -> str:
-        """Check every byte against the blocks' checksums, reading the file once; memory for 2 MB and the hashes.
+        """Check every byte against the blocks' checksums, reading the file once; memory for a chunk and the hashes.
 
         Returns:
             xxh3-128 of the whole file.
@@ -267,7 +258,7 @@ class Shard:
         for block in bad:  # once more; this raises
             self.read(block * BLOCK_ROWS, 1, check=True, scratch=scratch)
         digest = xxhash.xxh3_128()
-        for piece in iter_file(self.fd, self.size, str(self.path)):
+        for piece in pieces(self.file):
             digest.update(piece)
         return digest.hexdigest()
 
@@ -279,11 +270,11 @@ class Shard:
         digest.update(np.array(stored, "<u8"))
         for plane in self._planes[1:]:
             width = plane.row_bytes * BLOCK_ROWS
-            chunk = max(1, _CHUNK_BYTES // width)
+            chunk = max(1, self.file.chunk // width)
             buffer = memoryview(bytearray(min(chunk * width, plane.nbytes)))
             for block in range(0, len(states), chunk):
                 piece = buffer[: plane.nbytes - block * width]
-                self._fill([piece], self._offsets[plane.name] + block * width, len(piece))
+                self.file.fill([piece], self._offsets[plane.name] + block * width, len(piece))
                 digest.update(piece)
                 for i, start in enumerate(range(0, len(piece), width), block):
                     states[i].update(piece[start : start + width])
@@ -294,11 +285,18 @@ class Shard:
         stored, bounds = self._stored("checksum", 0, blocks), self._index(0, blocks)
         digest.update(np.array(stored, "<u8"))
         digest.update(np.array(bounds, "<u8"))
-        bad, scratch = [], Scratch()
-        for block, seed in enumerate(range(self.first_row, self.first_row + self.rows, BLOCK_ROWS)):
-            piece = memoryview(scratch.take("block", (bounds[block + 1] - bounds[block],), np.uint8))
-            self._fill([piece], self._offsets["blocks"] + bounds[block], len(piece))
-            digest.update(piece)
-            if xxhash.xxh3_64_intdigest(piece, seed=seed) != stored[block]:
-                bad.append(block)
+        bad, first, scratch = [], 0, Scratch()
+        while first < blocks:
+            end = first + 1
+            while end < blocks and bounds[end + 1] - bounds[first] <= self.file.chunk:
+                end += 1
+            data = memoryview(scratch.take("blocks", (bounds[end] - bounds[first],), np.uint8))
+            self.file.fill([data], self._offsets["blocks"] + bounds[first], len(data))
+            digest.update(data)
+            for block in range(first, end):
+                piece = data[bounds[block] - bounds[first] : bounds[block + 1] - bounds[first]]
+                seed = self.first_row + block * BLOCK_ROWS
+                if xxhash.xxh3_64_intdigest(piece, seed=seed) != stored[block]:
+                    bad.append(block)
+            first = end
         return bad

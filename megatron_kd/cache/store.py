@@ -44,17 +44,21 @@ class OpenFile(Protocol):
     """Bytes."""
     chunk: int
     """Bytes to ask for at once when the whole file is read."""
+    far: bool
+    """Whether each `fill` takes a while, so that `ahead` pays."""
 
-    def fill(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Fill `parts` from consecutive bytes of the file.
+    def fill(self, parts: Sequence[memoryview], offset: int, size: int) -> None:
+        """Fill `parts`, `size` bytes together, from consecutive bytes of the file.
 
         Raises:
             CorruptFile: the file ends before, or cannot be read.
             StoreError: the object store does not answer.
         """
 
-    def fill_all(self, places: Sequence[tuple[Sequence[memoryview], int]]) -> None:
-        """`fill` at several places (parts, offset), at once where that saves time."""
+    def ahead(self, ranges: Sequence[tuple[int, int]]) -> "OpenFile":
+        """The file for reads within these ranges (offset, size), which are fetched now, at once; the others of a far
+        file are not to be had from it.
+        """
 
     def close(self) -> None:
         """Let go of it; safe to call twice."""
@@ -81,6 +85,8 @@ class Store(Protocol):
 
     path: Path | str
     """The place itself, as a user writes it."""
+    far: bool
+    """Whether each operation takes a while."""
 
     def where(self, name: str) -> str:
         """A file's name in full, for messages."""
@@ -162,26 +168,31 @@ def pieces(file: OpenFile) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(min(file.size, _PIECE_BYTES)))
     for start in range(0, file.size, _PIECE_BYTES):
         piece = buffer[: min(_PIECE_BYTES, file.size - start)]
-        file.fill([piece], start)
+        file.fill([piece], start, len(piece))
         yield piece
 
 
 def cache_path(text: str) -> Path | str:
     """A cache's place from a command line: a Path, or the URL of an object store."""
-    return open_store(text).path if ":/" in text else Path(text)
+    return re.sub("^msc:/+", "msc://", text) if text.startswith("msc:/") else Path(text)
 
 
-def wait_until_visible(store: Store, name: str, wait_s: float) -> bool:
-    """Wait at most `wait_s` seconds for a file: another node's can take a while to show here."""
-    deadline = time.monotonic() + wait_s
-    pause = 0.05
-    while not store.exists(name):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
+def when_visible(store: Store, name: str, wait_s: float, work: Callable[[], _T]) -> _T:
+    """What `work` returns; it is tried for `wait_s` seconds while a file is missing: another node's can show late.
+
+    Raises:
+        FileNotFoundError: the file is still missing.
+    """
+    deadline, pause = time.monotonic() + wait_s, 0.05
+    while True:
+        try:
+            return work()
+        except FileNotFoundError:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise
         if pause == 0.05:
             where, node = store.where(name), node_name()
             logger.warning("%s is not visible on node %s yet; waiting up to %.0f s", where, node, wait_s)
         time.sleep(min(pause, left))
         pause = min(2 * pause, 2.0)
-    return True

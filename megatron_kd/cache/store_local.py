@@ -33,7 +33,7 @@ _T, _R = TypeVar("_T"), TypeVar("_R")
 class LocalFile:
     """A file descriptor."""
 
-    chunk = 1 << 20
+    chunk, far = 1 << 20, False
 
     def __init__(self, path: Path):
         self.name = str(path)
@@ -49,10 +49,10 @@ class LocalFile:
         if fd is not None:
             os.close(fd)
 
-    def fill(self, parts: Sequence[memoryview], offset: int) -> None:
+    def fill(self, parts: Sequence[memoryview], offset: int, size: int) -> None:
         """See `store.OpenFile`; one system call if the kernel gives all bytes at once."""
         try:
-            if os.preadv(self.fd, parts, offset) == sum(map(len, parts)):
+            if os.preadv(self.fd, parts, offset) == size:
                 return
         except OSError:
             pass  # said by the attempt that follows
@@ -60,10 +60,9 @@ class LocalFile:
             read_exact(self.fd, part, offset, self.name)
             offset += len(part)
 
-    def fill_all(self, places: Sequence[tuple[Sequence[memoryview], int]]) -> None:
-        """See `store.OpenFile`."""
-        for parts, offset in places:
-            self.fill(parts, offset)
+    def ahead(self, ranges: Sequence[tuple[int, int]]) -> "LocalFile":
+        """See `store.OpenFile`; the kernel reads ahead by itself."""
+        return self
 
 
 class LocalDraft:
@@ -84,6 +83,8 @@ class LocalDraft:
 
 class LocalStore:
     """A folder; see `store.Store` for the methods."""
+
+    far = False
 
     def __init__(self, path: Path):
         self.path = path

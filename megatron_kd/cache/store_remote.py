@@ -3,7 +3,7 @@
 
 In: `msc://PROFILE/PATH`, the profile being in multi-storage-client's configuration. Out: the operations of
 `store.Store` as requests. A request that fails is repeated for a minute. Costs the latency of a request each, which
-`map` and `fill_all` hide by asking for several things at once; writing costs memory for one whole shard more.
+`map` and `ahead` hide by asking for several things at once; writing costs memory for one whole shard more.
 
 What takes the place of the file system's promises:
 
@@ -49,12 +49,13 @@ _PASSING = (408, 409, 429)
 """Statuses below 500 after which asking again can help."""
 _SETTINGS = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "InvalidRegionError")
 """Errors of boto3 after which it cannot."""
+_WRONG_BYTES = "FlexibleChecksumError"
 
 
 class RemoteFile:
     """An object, read in ranges. Their bytes are not checked by anyone but the reader's checksums."""
 
-    chunk = _RANGE_BYTES
+    chunk, far = _RANGE_BYTES, True
 
     def __init__(self, store: "RemoteStore", name: str, size: int):
         self.name, self.size = store.where(name), size
@@ -63,24 +64,53 @@ class RemoteFile:
     def close(self) -> None:
         """See `store.OpenFile`; nothing is held."""
 
-    def fill(self, parts: Sequence[memoryview], offset: int) -> None:
+    def fill(self, parts: Sequence[memoryview], offset: int, size: int) -> None:
         """See `store.OpenFile`; one request for each 16 MiB."""
-        size = sum(map(len, parts))
         if offset + size > self.size:
             raise CorruptFile(f"{self.name} ends at byte {self.size}; bytes [{offset}, {offset + size}) were expected")
         if size > _RANGE_BYTES:
             for part in parts:
                 for start in range(0, len(part), _RANGE_BYTES):
-                    self.fill([part[start : start + _RANGE_BYTES]], offset + start)
+                    piece = part[start : start + _RANGE_BYTES]
+                    self.fill([piece], offset + start, len(piece))
                 offset += len(part)
         elif size:
-            data = memoryview(self._store.read_range(self._key, offset, size))
-            for part in parts:
-                part[:], data = data[: len(part)], data[len(part) :]
+            _scatter(memoryview(self._store.read_range(self._key, offset, size)), parts)
 
-    def fill_all(self, places: Sequence[tuple[Sequence[memoryview], int]]) -> None:
-        """See `store.OpenFile`; the requests are made at once."""
-        list(_threads(os.getpid()).map(lambda place: self.fill(*place), places))
+    def ahead(self, ranges: Sequence[tuple[int, int]]) -> "Fetched":
+        """See `store.OpenFile`."""
+        buffers = [memoryview(bytearray(size)) for _, size in ranges]
+        fill = [([buffer], offset, size) for buffer, (offset, size) in zip(buffers, ranges, strict=True)]
+        list(_threads(os.getpid()).map(lambda arguments: self.fill(*arguments), fill))
+        return Fetched(self, [(offset, buffer) for buffer, (offset, _) in zip(buffers, ranges, strict=True)])
+
+
+class Fetched:
+    """Ranges of an object that are here already."""
+
+    chunk, far = _RANGE_BYTES, False
+
+    def __init__(self, file: RemoteFile, ranges: list[tuple[int, memoryview]]):
+        self.name, self.size, self._ranges = file.name, file.size, ranges
+
+    def close(self) -> None:
+        """See `store.OpenFile`; nothing is held."""
+
+    def fill(self, parts: Sequence[memoryview], offset: int, size: int) -> None:
+        """See `store.OpenFile`."""
+        for start, data in self._ranges:
+            if start <= offset and offset + size <= start + len(data):
+                return _scatter(data[offset - start : offset - start + size], parts)
+        raise ValueError(f"{self.name}: bytes [{offset}, {offset + size}) were not fetched")
+
+    def ahead(self, ranges: Sequence[tuple[int, int]]) -> "Fetched":
+        """See `store.OpenFile`."""
+        return self
+
+
+def _scatter(data: memoryview, parts: Sequence[memoryview]) -> None:
+    for part in parts:
+        part[:], data = data[: len(part)], data[len(part) :]
 
 
 class RemoteDraft:
@@ -104,6 +134,8 @@ class RemoteStore:
     Raises:
         BadSetting: multi-storage-client or the profile is missing.
     """
+
+    far = True
 
     def __init__(self, url: str):
         parts = re.fullmatch(r"msc:/+([^/]+)/+(.*?)/*", url)
@@ -131,6 +163,7 @@ class RemoteStore:
 
         Raises:
             FileNotFoundError, PreconditionFailedError: that is the answer.
+            CorruptFile: its bytes were wrong twice, which boto3 can see where whole objects are read.
             StoreError: there was none, or a refusal.
         """
         from multistorageclient.types import PreconditionFailedError
@@ -147,6 +180,8 @@ class RemoteStore:
                     raise StoreError(f"{self.path}: there is no such bucket: {error}") from error
                 if isinstance(error, FileNotFoundError):
                     raise FileNotFoundError(errno.ENOENT, "not in the store", self.where(name)) from error
+                if attempts > 1 and type(error.__cause__).__name__ == _WRONG_BYTES:
+                    raise CorruptFile(f"{self.where(name)} does not match the store's own checksum, twice") from error
                 now = time.monotonic()
                 deadline = deadline or now + PATIENCE_S
                 if now + pause > deadline or _is_final(error):

@@ -13,12 +13,16 @@ from megatron_kd.cache.copy import copy_cache
 from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits
 from megatron_kd.cache.errors import BadSetting, ImportRefused
 from megatron_kd.cache.importers import Columns, DistillKit, JsonLines, Source, import_cache
+from megatron_kd.cache.store import cache_path
 
 FORMATS = ("jsonl", "distillkit", "columns")
 EXAMPLES = {
     "copy": """\
 examples:
   megatron-kd cache copy /lustre/caches/train /scratch/caches/train
+
+  # from an object store, which is a profile of multi-storage-client's configuration
+  megatron-kd cache copy msc://lab/caches/train /scratch/caches/train
 """,
     "import": """\
 formats:
@@ -43,8 +47,8 @@ examples:
 
 def add_copy(parser: argparse.ArgumentParser) -> None:
     """Options of `cache copy`."""
-    parser.add_argument("source", type=Path, help="a sealed cache")
-    parser.add_argument("target", type=Path, help="where to; a copy that was begun is finished")
+    parser.add_argument("source", type=cache_path, help="a sealed cache: a folder, or msc://PROFILE/PATH")
+    parser.add_argument("target", type=cache_path, help="where to; a copy that was begun is finished")
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     parser.set_defaults(run=run_copy)
 
@@ -56,7 +60,9 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--corpus", required=True, metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx"
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="cache folder; made, or continued")
+    parser.add_argument(
+        "--out", required=True, type=cache_path, metavar="DIR", help="cache folder, or msc://PROFILE/PATH"
+    )
     parser.add_argument("--vocab-size", type=positive, metavar="N", help="real vocabulary (default: the corpus's)")
     parser.add_argument("--vocab-padded", type=positive, metavar="N", help="rows of the teacher's output projection")
     parser.add_argument("--top-k", type=positive, metavar="K", help="entries a token (default: all of the source)")

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from megatron_kd.cache import codecs
 from megatron_kd.cache.commits import SEAL, commit_file, read_commit, shard_file
 from megatron_kd.cache.corpus import UnitSource, unit_table_digest
-from megatron_kd.cache.errors import CacheError
+from megatron_kd.cache.errors import CacheError, StoreError
 from megatron_kd.cache.files import FOLDERS, digest_bytes
 from megatron_kd.cache.layout import RowFormat
 from megatron_kd.cache.manifest import Manifest, expect
@@ -77,12 +77,15 @@ def verify(
 
     Raises:
         ValueError: an unknown level, or one that lacks its input.
+        StoreError: the object store does not answer, so nothing can be said.
     """
     depth = _depth(level, units, recompute)
     store = open_store(path)
     report = Report(store.path, level)
     try:
-        manifest, tiles = load_cache(report.path)
+        manifest, tiles = load_cache(store)
+    except StoreError:
+        raise
     except (CacheError, OSError) as error:
         report.problems.append(str(error))
         return report
@@ -126,6 +129,8 @@ def _attempt(report: Report, check: Callable[[], None]) -> bool:
     """Run a check; note what it raises."""
     try:
         check()
+    except StoreError:
+        raise
     except (CacheError, OSError) as error:
         report.problems.append(str(error))
         return False
@@ -168,6 +173,8 @@ def _record(store: Store, tile: int, digest: str) -> dict[str, Any] | Exception:
     """A tile's commit record, or why there is none."""
     try:
         return read_commit(store, tile, digest)
+    except StoreError:
+        raise
     except (CacheError, OSError) as error:
         return error
 

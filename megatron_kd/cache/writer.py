@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_kd.cache.commits import SEAL, Commits, commit_file, read_commit, seal_record, shard_file  # noqa: F401
+from megatron_kd.cache.commits import SEAL, Commits, commit_file, shard_file
 from megatron_kd.cache.errors import CannotWrite, CorruptFile, IdentityMismatch, Incomplete, StoreError
 from megatron_kd.cache.files import node_name
 from megatron_kd.cache.manifest import Manifest, decode_tiles, differences, encode_tiles

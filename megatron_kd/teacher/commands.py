@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_kd.cache.corpus import Corpus, DocumentUnits, UnitSource
+from megatron_kd.cache.errors import StoreError
 from megatron_kd.cache.manifest import load_manifest
 from megatron_kd.cache.sets import LaterUnits
+from megatron_kd.cache.store import open_store
 from megatron_kd.errors import ConfigError
 
 _TIMEOUT_S = 14 * 24 * 3600
@@ -194,11 +196,13 @@ def _bar(args: argparse.Namespace) -> Iterator[None]:
     """A progress bar of the committed tiles, which is what can be seen of other processes."""
     from tqdm import tqdm
 
-    finished = threading.Event()
+    finished, store = threading.Event(), open_store(args.out)
 
     def committed() -> int:
-        folder = args.out / "commits"
-        return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
+        try:
+            return len(store.names("commits"))
+        except (OSError, StoreError):  # not made yet, or does not answer; the ranks say which
+            return 0
 
     def follow(bar: tqdm) -> None:
         while not finished.wait(1):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_kd.cache import CacheWriter, Corpus, DocumentUnits, make_manifest
+from tests.cache.store_server import server, store_server  # noqa: F401  fixtures
 
 TEACHER = {
     "repo": "toy",

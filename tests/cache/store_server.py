@@ -12,11 +12,19 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+BUCKET = "bucket"
 
 
 class Faults:
@@ -35,15 +43,13 @@ class Faults:
         action = rule.get("action")
         if action == "delay":
             time.sleep(rule["seconds"])
-        if action == "kill before":
+        if action == "kill":
             os.kill(rule["pid"], signal.SIGKILL)
         if action == "ignore condition":
             environ.pop("HTTP_IF_MATCH", None), environ.pop("HTTP_IF_NONE_MATCH", None)
         status, headers, body = (
             (f"{rule['status']} Fault", [], b"") if action == "status" else self.serve(method, environ)
         )
-        if action == "kill after":
-            os.kill(rule["pid"], signal.SIGKILL)
         with self.lock:
             self.log.append([method, path, given, int(status.split()[0])])
         if action == "lose answer":
@@ -98,10 +104,42 @@ class Faults:
 
 
 class Server:
-    """What a test says to the server."""
+    """What a test says to the server, and what it does past megatron_kd's back."""
 
     def __init__(self, port: int):
+        import boto3
+
         self.url = f"http://127.0.0.1:{port}"
+        keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
+        self.s3 = boto3.client("s3", endpoint_url=self.url, **keys)
+        self.s3.create_bucket(Bucket=BUCKET)
+
+    def place(self) -> str:
+        """The URL of a place where nothing is."""
+        return f"msc://lab/{uuid.uuid4().hex[:8]}/cache"
+
+    def names(self, place: str, below: str = "") -> list[str]:
+        """Names of what is at a place."""
+        root = place.removeprefix("msc://lab/") + "/"
+        pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=root + below)
+        return [item["Key"].removeprefix(root) for page in pages for item in page.get("Contents", [])]
+
+    def objects(self, place: str) -> dict[str, bytes]:
+        """Everything at a place, by name."""
+        return {name: self.get(place, name) for name in self.names(place)}
+
+    def get(self, place: str, name: str) -> bytes:
+        """Content of an object."""
+        key = f"{place.removeprefix('msc://lab/')}/{name}"
+        return self.s3.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+
+    def put(self, place: str, name: str, data: bytes) -> None:
+        """Make or replace an object."""
+        self.s3.put_object(Bucket=BUCKET, Key=f"{place.removeprefix('msc://lab/')}/{name}", Body=data)
+
+    def delete(self, place: str, name: str) -> None:
+        """Delete an object."""
+        self.s3.delete_object(Bucket=BUCKET, Key=f"{place.removeprefix('msc://lab/')}/{name}")
 
     def faults(self, *rules: dict[str, Any]) -> None:
         """From now on these rules, and an empty log."""
@@ -111,6 +149,38 @@ class Server:
     def log(self) -> list[list]:
         """Requests since then: [method, path, Range header, status]."""
         return json.load(urllib.request.urlopen(f"{self.url}/_faults"))
+
+
+@pytest.fixture(scope="session")
+def store_server(tmp_path_factory) -> Iterator[Server]:
+    """The server, and a configuration of multi-storage-client with its bucket as profile `lab`, and one it lacks."""
+    command = [sys.executable, "-m", "tests.cache.store_server"]
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = Server(int(process.stdout.readline()))
+    options = {"base_path": BUCKET, "endpoint_url": server.url, "region_name": "us-east-1", "read_timeout": 1}
+    options["retries"] = {"total_max_attempts": 1}  # boto3's own repetitions would hide faults, and take seconds
+    profile = {
+        "storage_provider": {"type": "s3", "options": options},
+        "credentials_provider": {"type": "S3Credentials", "options": {"access_key": "a", "secret_key": "b"}},
+    }
+    config = tmp_path_factory.mktemp("msc") / "config.json"
+    lost = profile | {"storage_provider": {"type": "s3", "options": options | {"base_path": "no-such-bucket"}}}
+    config.write_text(json.dumps({"profiles": {"lab": profile, "lost": lost}}))
+    before = os.environ.get("MSC_CONFIG")
+    os.environ["MSC_CONFIG"] = str(config)
+    yield server
+    os.environ.pop("MSC_CONFIG") if before is None else os.environ.update(MSC_CONFIG=before)
+    process.stdin.close()
+    process.wait(10)
+
+
+@pytest.fixture
+def server(store_server) -> Iterator[Server]:
+    """The server without faults."""
+    store_server.faults()
+    yield store_server
+    store_server.faults()
 
 
 def main() -> None:

@@ -20,10 +20,10 @@ from megatron_kd.cache import (
     codecs,
     make_manifest,
 )
+from megatron_kd.cache.commits import seal_record
 from megatron_kd.cache.files import encode_record
 from megatron_kd.cache.layout import block_checksums
 from megatron_kd.cache.verify import verify
-from megatron_kd.cache.writer import seal_record
 from tests.cache.conftest import SUPPORT, VOCAB, build, random_documents, teacher_rows, write_corpus
 from tests.cache.foreign_reader import foreign_reader
 

@@ -93,7 +93,7 @@ def test_a_file_that_shows_late_is_waited_for(copy, monkeypatch):
         if sum(naps) > 3:
             (copy / "late").rename(shard)
 
-    monkeypatch.setattr("megatron_kd.cache.files.time.sleep", nap)
+    monkeypatch.setattr("megatron_kd.cache.store.time.sleep", nap)
     rows = CacheReader(copy, wait_s=60).read(np.array([[0, CacheReader(copy).n_rows]]))
     assert len(rows.tokens) and 3 < sum(naps) < 10
 

@@ -9,10 +9,10 @@ import xxhash
 
 from megatron_kd.cache import CacheReader, CacheWriter, Corpus, make_manifest
 from megatron_kd.cache.codecs import split_ids
+from megatron_kd.cache.commits import seal_record
 from megatron_kd.cache.files import encode_record
 from megatron_kd.cache.layout import BLOCK_ROWS, block_checksums, plane_offsets, shard_header
 from megatron_kd.cache.manifest import Manifest
-from megatron_kd.cache.writer import seal_record
 from tests.cache.conftest import teacher_rows
 
 BEFORE = 5 * BLOCK_ROWS
