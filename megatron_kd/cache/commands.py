@@ -84,7 +84,7 @@ def add_parser(subparsers: Any) -> None:
     _add_verify(_parser(commands, "verify", "Check a cache; the level says how deep."))
     _add_repair(_parser(commands, "repair", "Compute the bad tiles of a cache again, and only those."))
     transfer.add_copy(_parser(commands, "copy", "Copy a sealed cache, checking every byte."))
-    bench.add_bench(_parser(commands, "bench", "Measure what each codec takes, loses and how fast it is."))
+    _add_bench(_parser(commands, "bench", "Measure each codec's size, loss and speed, or a teacher's speed."))
     transfer.add_import(_parser(commands, "import", "Make a cache of what another program computed."))
 
 
@@ -130,6 +130,35 @@ def _add_repair(parser: argparse.ArgumentParser) -> None:
 def _teacher_options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("gguf_file", "revision", "tokenizer", "vocab_size", "dtype", "device")
     return {name: getattr(args, name) for name in names}
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    bench.add_bench(parser)
+    group = add_teacher_options(parser, required=False)
+    group.add_argument("--corpus", metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx")
+    group.add_argument(
+        "--batch-tokens", type=positive, default=8192, metavar="N", help="tokens of a forward pass (default 8192)"
+    )
+    parser.set_defaults(run=run_bench)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """`cache bench`."""
+    if args.teacher is None:
+        return bench.run_bench(args)
+    from megatron_kd.teacher.bench import run
+
+    found = run(
+        args.teacher, args.corpus, args.rows, args.folder, batch_tokens=args.batch_tokens, **_teacher_options(args)
+    )
+    if args.json:
+        print(json.dumps(found))
+    else:
+        print(
+            f"bare forward pass {found['forward']:,.0f} tokens/s, cache build {found['build']:,.0f} tokens/s: "
+            f"{found['build'] / found['forward']:.2f} of it"
+        )
+    return 0
 
 
 def run_build(args: argparse.Namespace) -> int:

@@ -3,12 +3,15 @@
 
 In: a teacher and a unit source. Out: a sealed cache folder. Costs one forward pass of the backbone over the corpus,
 one output projection and selection per token, memory for the weights, the hidden states of one batch, one strip of
-logits and one tile. Interrupted at any moment and started again, it does only the tiles that are missing.
+logits, the rows of three batches and one tile. Rows are encoded and written while the next batch is computed.
+Interrupted at any moment and started again, it does only the tiles that are missing.
 """
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +30,9 @@ from megatron_kd.teacher.passes import Piece, batch_rows, batches, context_polic
 from megatron_kd.teacher.protocol import Teacher
 
 logger = logging.getLogger(__name__)
+
+_WAITING_PASSES = 2
+"""Forward passes whose rows may wait to be written."""
 
 
 class Plan(NamedTuple):
@@ -218,19 +224,28 @@ def _write_tiles(build: Build, cache: CacheWriter | None, tiles: _Tiles, *, prog
     done = cache.is_committed if cache is not None and teacher.alone else lambda tile: False
     jobs = _jobs(build, tiles, done)
     buffer = None
-    with bar:
+
+    def store(tile: int, rows: Iterator[tuple[int, dict[str, np.ndarray]]], last: bool) -> None:
+        nonlocal buffer
+        buffer = buffer or cache.open_tile(tile)
+        for row, planes in rows:
+            buffer.put(row, **planes)
+            bar.update(len(planes["tokens"]))
+        if last:
+            cache.commit(buffer)
+            buffer = None
+
+    waiting: deque[Future] = deque()
+    with bar, ThreadPoolExecutor(1, "writer") as writer:  # encodes and writes while the next pass is computed
         while teacher.anyone((job := next(jobs, None)) is not None):
             tile, batch, last = job or (None, [], False)
             rows = batch_rows(teacher, build.units, batch, build.manifest, build.strip_tokens)
-            if cache is None or tile is None:
-                continue
-            buffer = buffer or cache.open_tile(tile)
-            for row, planes in rows:
-                buffer.put(row, **planes)
-                bar.update(len(planes["tokens"]))
-            if last:
-                cache.commit(buffer)
-                buffer = None
+            if cache is not None and tile is not None:
+                waiting.append(writer.submit(store, tile, rows, last))
+            if len(waiting) > _WAITING_PASSES:
+                waiting.popleft().result()
+        for future in waiting:
+            future.result()
     if cache is None:
         return
     left = [tile for tile in cache.todo() if tile % count != index]
