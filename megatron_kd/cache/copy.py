@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from megatron_kd.cache.commits import SEAL, read_commit, shard_file
 from megatron_kd.cache.errors import BadSetting, CorruptFile, MissingShard
+from megatron_kd.cache.examples import publish_table, read_table
 from megatron_kd.cache.reader import check_seal, load_cache
 from megatron_kd.cache.store import Store, open_store
 from megatron_kd.cache.writer import CacheWriter
@@ -40,6 +41,8 @@ def copy_cache(source: str | Path, target: str | Path, *, progress: bool = False
     manifest, tiles = load_cache(there.path)
     check_seal(there.path, manifest)
     writer = CacheWriter(here, manifest, tiles)
+    if (table := read_table(there, manifest)) is not None:
+        publish_table(here, table)
     todo, sizes = writer.todo(), tiles[1:, 0] - tiles[:-1, 0]
     with tqdm(total=int(sizes.sum()), unit="rows", unit_scale=True, desc="copy", disable=not progress) as bar:
         bar.update(int(sizes.sum() - sizes[todo].sum()))

@@ -195,8 +195,9 @@ class FirstUnits:
         if limit < 1:
             raise CorpusError(f"at least one unit is needed, limit is {limit}")
         self.kind, self.lengths, self._units = units.kind, units.lengths[:limit], units
-        if hasattr(units, "stored"):
-            self.stored = units.stored
+        for name in ("stored", "table"):
+            if hasattr(units, name):
+                setattr(self, name, getattr(units, name))
 
     def tokens(self, unit: int) -> np.ndarray:
         """Token ids of one unit."""

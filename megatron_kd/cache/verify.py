@@ -23,6 +23,7 @@ from megatron_kd.cache import codecs
 from megatron_kd.cache.commits import SEAL, commit_file, read_commit, shard_file
 from megatron_kd.cache.corpus import UnitSource, unit_table_digest
 from megatron_kd.cache.errors import CacheError, StoreError
+from megatron_kd.cache.examples import NAME as EXAMPLES
 from megatron_kd.cache.files import FOLDERS, digest_bytes
 from megatron_kd.cache.layout import RowFormat
 from megatron_kd.cache.manifest import Manifest, expect
@@ -30,7 +31,7 @@ from megatron_kd.cache.reader import Rows, check_echo, check_seal, decode, load_
 from megatron_kd.cache.store import Store, open_store
 
 LEVELS = ("commits", "header", "checksums", "tokens", "teacher")
-_ROOT_FILES = ("manifest.json", "tiles.npy", SEAL)
+_ROOT_FILES = ("manifest.json", "tiles.npy", EXAMPLES, SEAL)
 _TOKEN_ROWS = 1 << 16
 _TEACHER_TOLERANCE = 5e-3
 
