@@ -87,6 +87,8 @@ class Store(Protocol):
     """The place itself, as a user writes it."""
     far: bool
     """Whether each operation takes a while."""
+    largest: int | None
+    """Bytes that one file can have; None if nobody says."""
 
     def where(self, name: str) -> str:
         """A file's name in full, for messages."""

@@ -84,7 +84,7 @@ class LocalDraft:
 class LocalStore:
     """A folder; see `store.Store` for the methods."""
 
-    far = False
+    far, largest = False, None
 
     def __init__(self, path: Path):
         self.path = path

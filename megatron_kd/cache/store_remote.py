@@ -2,8 +2,8 @@
 """A cache on an object store, through multi-storage-client.
 
 In: `msc://PROFILE/PATH`, the profile being in multi-storage-client's configuration. Out: the operations of
-`store.Store` as requests. A request that fails is repeated for a minute. Costs the latency of a request each, which
-`map` and `ahead` hide by asking for several things at once; writing costs memory for one whole shard more.
+`store.Store` as requests. Costs the latency of a request each, which `map` and `ahead` hide by asking for several
+things at once; writing costs memory for one whole shard more.
 
 What takes the place of the file system's promises:
 
@@ -14,17 +14,14 @@ What takes the place of the file system's promises:
   between the two, the object is judged again.
 - A store may ignore either condition without saying so. Before the first use each is tried on an object of no other
   purpose under `tmp/`, and a store that does not keep it is refused.
-
-The profile's own cache is not used: it would keep wrong bytes. `megatron-kd cache copy` stages a cache.
 """
 
 import contextlib
-import errno
 import functools
+import itertools
 import logging
 import os
 import re
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,23 +30,16 @@ from typing import Any, TypeVar
 import xxhash
 
 from megatron_kd.cache.errors import BadSetting, CorruptFile, NotACache, StoreError
-from megatron_kd.cache.files import MAX_RECORD_BYTES, is_abandoned, node_name, temporary_name
+from megatron_kd.cache.files import MAX_RECORD_BYTES, is_abandoned, temporary_name
 from megatron_kd.cache.store import State
+from megatron_kd.cache.store_client import Client, status
 
 logger = logging.getLogger(__name__)
 
 _T, _R = TypeVar("_T"), TypeVar("_R")
 
-PATIENCE_S = 60.0
-"""How long a request that fails is repeated."""
 _RANGE_BYTES = 16 << 20
-_PUT_BYTES = 5 << 30
 _AT_ONCE = 16
-_PASSING = (408, 409, 429)
-"""Statuses below 500 after which asking again can help."""
-_SETTINGS = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "InvalidRegionError")
-"""Errors of boto3 after which it cannot."""
-_WRONG_BYTES = "FlexibleChecksumError"
 
 
 class RemoteFile:
@@ -135,7 +125,7 @@ class RemoteStore:
         BadSetting: multi-storage-client or the profile is missing.
     """
 
-    far = True
+    far, largest = True, 5 << 30  # of one PUT
 
     def __init__(self, url: str):
         parts = re.fullmatch(r"msc:/+([^/]+)/+(.*?)/*", url)
@@ -143,57 +133,17 @@ class RemoteStore:
             raise BadSetting(f"{url} does not name a place on an object store; write msc://PROFILE/PATH")
         self._profile, self._root = parts[1], re.sub("/+", "/", parts[2])
         self.path = f"msc://{self._profile}/{self._root}"
+        self._client = Client(self._profile)
         self._proved: set[str] = set()
-        self._client  # noqa: B018  what is missing shows here
-
-    @property
-    def _client(self) -> Any:
-        """multi-storage-client's provider of the profile; each process has its own."""
-        return _provider(self._profile, os.environ.get("MSC_CONFIG"), os.getpid())
-
-    def _key(self, name: str) -> str:
-        return f"{self._root}/{name}"
 
     def where(self, name: str) -> str:
         """See `store.Store`."""
         return f"{self.path}/{name}"
 
-    def _ask(self, name: str, what: str, request: Callable[[], _T]) -> _T:
-        """The answer to a request, which is repeated for `PATIENCE_S` where that can help.
-
-        Raises:
-            FileNotFoundError, PreconditionFailedError: that is the answer.
-            CorruptFile: its bytes were wrong twice, which boto3 can see where whole objects are read.
-            StoreError: there was none, or a refusal.
-        """
-        from multistorageclient.types import PreconditionFailedError
-
-        deadline, pause, attempts = None, 0.1, 0
-        while True:
-            attempts += 1
-            try:
-                return request()
-            except PreconditionFailedError:
-                raise
-            except Exception as error:  # of whichever store's own library
-                if _status(error) == (404, "NoSuchBucket"):
-                    raise StoreError(f"{self.path}: there is no such bucket: {error}") from error
-                if isinstance(error, FileNotFoundError):
-                    raise FileNotFoundError(errno.ENOENT, "not in the store", self.where(name)) from error
-                if attempts > 1 and type(error.__cause__).__name__ == _WRONG_BYTES:
-                    raise CorruptFile(f"{self.where(name)} does not match the store's own checksum, twice") from error
-                now = time.monotonic()
-                deadline = deadline or now + PATIENCE_S
-                if now + pause > deadline or _is_final(error):
-                    raise StoreError(
-                        f"{self.where(name)} {what} on node {node_name()}: asked {attempts} times, the object store "
-                        f"refused or did not answer: {error}. Check the store, and profile {self._profile!r} of "
-                        "multi-storage-client (endpoint, credentials, permissions)"
-                    ) from error
-                if attempts == 1:
-                    logger.warning("%s %s: %s; asking again for %.0f s", self.where(name), what, error, PATIENCE_S)
-            time.sleep(pause)
-            pause = min(2 * pause, 5.0)
+    def _ask(self, name: str, what: str, request: Callable[[Any, str], _T]) -> _T:
+        """The answer to a request, a function of multi-storage-client's provider and the object's key there."""
+        key = f"{self._root}/{name}"
+        return self._client.ask(self.where(name), what, lambda provider: request(provider, key))
 
     def exists(self, name: str) -> bool:
         """See `store.Store`."""
@@ -205,28 +155,27 @@ class RemoteStore:
 
     def state(self, name: str) -> State:
         """See `store.Store`; the stamp is the ETag."""
-        client, key = self._client, self._key(name)
-        found = self._ask(name, "cannot be looked up", lambda: client.get_object_metadata(key, strict=False))
+        found = self._ask(name, "cannot be looked up", lambda store, key: store.get_object_metadata(key, strict=False))
         return State(found.content_length, found.etag)
 
     def names(self, folder: str = "") -> dict[str, int | None]:
         """See `store.Store`."""
-        client, key = self._client, self._key(f"{folder}/" if folder else "")
-        found = self._ask(folder, "cannot be listed", lambda: list(client.list_objects(key, include_directories=True)))
-        sizes = {item.key.rpartition("/")[2]: item.content_length if item.type == "file" else None for item in found}
-        return {name: size for name, size in sizes.items() if f"/{name}/" != f"/{key.split('/')[-2]}/" or size}
+        place = f"{folder}/" if folder else ""
+        found = self._ask(
+            place, "cannot be listed", lambda store, key: list(store.list_objects(key, include_directories=True))
+        )
+        names = {item.key.rpartition(f"{self._root}/{place}")[2]: item for item in found}
+        return {name: item.content_length if item.type == "file" else None for name, item in names.items() if name}
 
     def read(self, name: str, limit: int = MAX_RECORD_BYTES) -> bytes:
         """See `store.Store`."""
         from multistorageclient.types import Range
 
-        client, key = self._client, self._key(name)
-
-        def get() -> bytes:
+        def get(store: Any, key: str) -> bytes:
             try:
-                return bytes(client.get_object(key, Range(0, limit + 1)))
+                return bytes(store.get_object(key, Range(0, limit + 1)))
             except Exception as error:
-                if _status(error)[0] == 416:  # an empty object has no first byte
+                if status(error)[0] == 416:  # an empty object has no first byte
                     return b""
                 raise
 
@@ -246,10 +195,8 @@ class RemoteStore:
         """Bytes [offset, offset + size) of an object; right in number only."""
         from multistorageclient.types import Range
 
-        client, key = self._client, self._key(name)
-
-        def get() -> bytes:
-            data = client.get_object(key, Range(offset, size))
+        def get(store: Any, key: str) -> bytes:
+            data = store.get_object(key, Range(offset, size))
             if len(data) != size:
                 raise RuntimeError(f"the answer has {len(data)} bytes, {size} were asked for")
             return data
@@ -282,19 +229,14 @@ class RemoteStore:
 
     def put(self, name: str, body: bytes | bytearray) -> bool:
         """Make an object. False if there is one of that name, which stays as it is."""
-        if len(body) > _PUT_BYTES:
-            raise StoreError(
-                f"{self.where(name)} has {len(body)} bytes; one PUT takes {_PUT_BYTES}: use smaller tiles"
-            )
         self._prove("If-None-Match", lambda name: self._put(name, b"another"))
         return self._put(name, body)
 
     def _put(self, name: str, body: bytes | bytearray) -> bool:
         from multistorageclient.types import PreconditionFailedError
 
-        client, key = self._client, self._key(name)
         try:
-            self._ask(name, "cannot be written", lambda: client.put_object(key, body, if_none_match="*"))
+            self._ask(name, "cannot be written", lambda store, key: store.put_object(key, body, if_none_match="*"))
         except PreconditionFailedError:
             return False
         return True
@@ -302,10 +244,14 @@ class RemoteStore:
     def set_aside(self, name: str, stamp: str) -> str | None:
         """See `store.Store`."""
         self._prove("If-Match", lambda name: self._delete(name, "0" * 32))
+        if not stamp:
+            raise StoreError(
+                f"{self.where(name)} has no ETag by which it could be told from another; move it yourself"
+            )
         target = f"quarantine/{name.rpartition('/')[2]}.{uuid.uuid4().hex}"
-        client, source, copy = self._client, self._key(name), self._key(target)
+        copy = f"{self._root}/{target}"
         try:
-            self._ask(name, "cannot be copied to quarantine", lambda: client.copy_object(source, copy))
+            self._ask(name, "cannot be copied to quarantine", lambda store, key: store.copy_object(key, copy))
         except FileNotFoundError:
             return None
         if self._delete(name, stamp):
@@ -317,9 +263,8 @@ class RemoteStore:
         """Delete an object. False if it is another one than the one with that stamp."""
         from multistorageclient.types import PreconditionFailedError
 
-        client, key = self._client, self._key(name)
         try:
-            self._ask(name, "cannot be deleted", lambda: client.delete_object(key, if_match=stamp))
+            self._ask(name, "cannot be deleted", lambda store, key: store.delete_object(key, if_match=stamp))
         except PreconditionFailedError:
             return False
         except FileNotFoundError:  # gone before, or with an answer that was lost
@@ -365,51 +310,11 @@ class RemoteStore:
     def map(self, work: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[_R]:
         """See `store.Store`; 16 at once."""
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            yield from threads.map(work, items)
+            for some in itertools.batched(items, 64 * _AT_ONCE):
+                yield from threads.map(work, some)
 
 
 @functools.lru_cache
 def _threads(process: int) -> ThreadPoolExecutor:
     """Threads that fetch ranges. A forked process has none of its parent's."""
     return ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="cache-range")
-
-
-@functools.lru_cache
-def _provider(profile: str, configuration: str | None, process: int) -> Any:
-    """multi-storage-client's storage provider of a profile."""
-    try:
-        from multistorageclient import StorageClientConfig
-
-        provider = StorageClientConfig.from_file(profile=profile).storage_provider
-    except ImportError as error:
-        raise BadSetting(
-            f"msc://{profile} needs multi-storage-client, and for an S3 store boto3 ({error}): "
-            "pip install 'megatron-kd[store]'"
-        ) from error
-    except Exception as error:
-        raise BadSetting(
-            f"msc://{profile}: {error}. Describe the profile in the file that MSC_CONFIG names, or in "
-            "~/.config/msc/config.yaml"
-        ) from error
-    if provider is None:
-        raise BadSetting(f"msc://{profile} is a profile of several stores; name one of a single store")
-    return provider
-
-
-def _status(error: Exception) -> tuple[int | None, str | None]:
-    """HTTP status and code of the store's answer, as boto3 notes them on the error or on what caused it."""
-    for cause in (error, error.__cause__, error.__context__):
-        response = getattr(cause, "response", None)
-        if isinstance(response, dict):
-            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            return status, response.get("Error", {}).get("Code")
-    return None, None
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether asking again cannot help."""
-    status = _status(error)[0]
-    if status is not None:
-        return status == 501 or (400 <= status < 500 and status not in _PASSING)
-    kinds = (NotImplementedError, PermissionError, TypeError, ValueError)
-    return isinstance(error, kinds) or type(error.__cause__).__name__ in _SETTINGS

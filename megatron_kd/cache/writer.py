@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_kd.cache.commits import SEAL, Commits, commit_file, shard_file
-from megatron_kd.cache.errors import CannotWrite, CorruptFile, IdentityMismatch, Incomplete, StoreError
+from megatron_kd.cache.errors import BadSetting, CannotWrite, CorruptFile, IdentityMismatch, Incomplete, StoreError
 from megatron_kd.cache.files import node_name
 from megatron_kd.cache.manifest import Manifest, decode_tiles, differences, encode_tiles
 from megatron_kd.cache.store import OpenFile, Store, open_store, pieces
@@ -50,6 +50,12 @@ class CacheWriter:
         self._commits = Commits(self.store, manifest, tiles)
         first_files = {"manifest.json": manifest.to_json(), "tiles.npy": encode_tiles(tiles)}
         decode_tiles(first_files["tiles.npy"], manifest, "the tile table")
+        shard = int(np.diff(tiles[:, 0]).max()) * manifest.row_format.bytes_per_row
+        if self.store.largest is not None and shard > self.store.largest:
+            raise BadSetting(
+                f"{self.path}: a tile can have {shard} bytes, and one object takes {self.store.largest}; build with "
+                "smaller tiles (--tile-tokens)"
+            )
         with self._writing("cannot be made or joined"):
             self.store.create(first_files)
             self._join()

@@ -12,7 +12,16 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from megatron_kd.cache import BadSetting, CacheError, CacheReader, DocumentUnits, NotACache, Unsealed
+from megatron_kd.cache import (
+    BadSetting,
+    CacheError,
+    CacheReader,
+    CacheWriter,
+    DocumentUnits,
+    NotACache,
+    Unsealed,
+    make_manifest,
+)
 from megatron_kd.cache.copy import copy_cache
 from megatron_kd.cache.repair import repair
 from megatron_kd.cache.store import cache_path, open_store
@@ -176,6 +185,22 @@ def test_a_missing_package_is_named_with_the_extra(server, package):
     assert (
         done.returncode != 0 and "pip install 'megatron-kd[store]'" in done.stderr and "Traceback" not in done.stderr
     )
+
+
+def test_a_tile_too_large_for_one_object_is_refused_before_it_is_computed(server, corpus, tmp_path):
+    """Documents of 16 million tokens at K=100 make shards of 7 GB."""
+
+    class Long:
+        kind, lengths = "document", np.array([1 << 24])
+
+        def identity(self):
+            return {}
+
+    plan = make_manifest(Long(), teacher={}, tokenizer=None, vocab_real=200_000, vocab_padded=200_000, top_k=100)
+    place = server.place()
+    with pytest.raises(BadSetting, match="one object takes 5368709120; build with smaller tiles"):
+        CacheWriter(place, *plan)
+    assert server.names(place) == [] and CacheWriter(tmp_path / "disk", *plan).todo() == [0]
 
 
 def test_paths_stay_paths(tmp_path):
