@@ -5,6 +5,7 @@ In: an argparse parser. Out: the same with options. Imports nothing that takes t
 """
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def device_map(text: str) -> str | dict[str, Any]:
+    """A name that accelerate knows, or a JSON object."""
+    if text in ("auto", "balanced", "balanced_low_0", "sequential"):
+        return text
+    try:
+        if isinstance(places := json.loads(text), dict):
+            return places
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is neither auto, balanced or sequential nor a JSON object")
+
+
 def share(text: str) -> tuple[int, int]:
     """I/N as (I, N)."""
     index, _, count = text.partition("/")
@@ -60,6 +73,13 @@ def add_teacher_options(parser: argparse.ArgumentParser, *, required: bool) -> A
     group.add_argument("--vocab-size", type=positive, metavar="N", help="real vocabulary, if there is no tokenizer")
     group.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
     group.add_argument("--device", help="default: cuda if there is one")
+    group.add_argument(
+        "--device-map",
+        type=device_map,
+        metavar="MAP",
+        help="spread the model over this machine's GPUs, as accelerate does it: auto, balanced, sequential, or a JSON "
+        "object from modules to places",
+    )
     return group
 
 

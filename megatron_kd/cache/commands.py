@@ -128,7 +128,7 @@ def _add_repair(parser: argparse.ArgumentParser) -> None:
 
 
 def _teacher_options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("gguf_file", "revision", "tokenizer", "vocab_size", "dtype", "device")
+    names = ("gguf_file", "revision", "tokenizer", "vocab_size", "dtype", "device", "device_map")
     return {name: getattr(args, name) for name in names}
 
 

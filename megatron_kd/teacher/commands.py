@@ -23,7 +23,7 @@ from megatron_kd.errors import ConfigError
 
 _TIMEOUT_S = 14 * 24 * 3600
 _LOADING = {
-    "transformers": ("gguf_file", "revision", "tokenizer", "vocab_size", "dtype", "device"),
+    "transformers": ("gguf_file", "revision", "tokenizer", "vocab_size", "dtype", "device", "device_map"),
     "megatron": ("checkpoint", "tokenizer", "vocab_size", "dtype"),
 }
 _BUILDING = (

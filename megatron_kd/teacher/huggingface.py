@@ -40,6 +40,13 @@ class HuggingFaceTeacher:
         if head is None or not hasattr(head, "weight"):
             raise TeacherError(f"{self.name} has no output embedding; a causal language model is needed")
         self._weight, self._bias = head.weight.detach(), getattr(head, "bias", None)
+        if self._weight.is_meta:
+            raise TeacherError(
+                f"{self.name}: the device map leaves the output projection on disk or in main memory; it is needed "
+                "for every strip of tokens, so give it a device"
+            )
+        embedding = model.get_input_embeddings().weight
+        self._first_device = self.device if embedding.is_meta else embedding.device
         self.vocab_padded = self._weight.shape[0]
         if vocab_real > self.vocab_padded:
             raise TeacherError(
@@ -58,6 +65,7 @@ class HuggingFaceTeacher:
         revision: str | None = None,
         dtype: str = "float32",
         device: str | None = None,
+        device_map: str | dict[str, Any] | None = None,
         tokenizer: Any = None,
         vocab_size: int | None = None,
     ) -> "HuggingFaceTeacher":
@@ -69,6 +77,9 @@ class HuggingFaceTeacher:
             revision: of a hub name.
             dtype: dtype of the weights and of the forward pass.
             device: default CUDA if there is any.
+            device_map: instead of a device, how accelerate spreads the model over the GPUs of this machine: `auto`,
+                `balanced`, `sequential`, or places by module. What it leaves on disk or in main memory is loaded
+                again for every pass.
             tokenizer: folder, name, or tokenizer object; default the teacher's own.
             vocab_size: real vocabulary; only needed when there is no tokenizer.
 
@@ -78,12 +89,14 @@ class HuggingFaceTeacher:
         import transformers
 
         source = _resolve(teacher)
+        if device is not None and device_map is not None:
+            raise TeacherError(f"device {device!r} and a device map were given; a model has one or the other")
         if dtype not in _DTYPES:
             raise TeacherError(f"dtype {dtype!r} is not known; use one of {', '.join(_DTYPES)}")
         options = {name: value for name, value in (("gguf_file", gguf_file), ("revision", revision)) if value}
         logger.info("loading teacher %s", source)
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), output_loading_info=True, **options
+            source, dtype=getattr(torch, dtype), output_loading_info=True, device_map=device_map, **options
         )
         missing = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
         if missing:
@@ -104,7 +117,8 @@ class HuggingFaceTeacher:
             "engine": "transformers",
             "version": f"{transformers.__version__}, torch {torch.__version__}",
         }
-        model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device_map is None:
+            model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         return cls(model, vocab_real=real, tokenizer=known, identity=identity)
 
     @property
@@ -119,7 +133,7 @@ class HuggingFaceTeacher:
         mask = np.zeros((len(sequences), longest), np.int64)
         for row, sequence in enumerate(sequences):
             tokens[row, : len(sequence)], mask[row, : len(sequence)] = sequence, 1
-        return torch.from_numpy(tokens).to(self.device), torch.from_numpy(mask).to(self.device)
+        return torch.from_numpy(tokens).to(self._first_device), torch.from_numpy(mask).to(self._first_device)
 
     @torch.no_grad()
     def hidden(self, sequences: Sequence[np.ndarray]) -> torch.Tensor:
@@ -162,8 +176,8 @@ class HuggingFaceTeacher:
             )
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Teacher`."""
-        return self.model.named_parameters()
+        """See `Teacher`; without what a device map left elsewhere."""
+        return ((name, parameter) for name, parameter in self.model.named_parameters() if not parameter.is_meta)
 
     def agree(self, value: Any) -> Any:
         """See `Teacher`."""
@@ -178,15 +192,15 @@ class HuggingFaceTeacher:
         """Compare our logits with the model's own, so that an unknown scaling or cap is refused and not distilled."""
         count = min(_PROBE_TOKENS, self.max_context or _PROBE_TOKENS)
         tokens = np.arange(count) * 7919 % self.vocab_real
-        hidden = self.hidden([tokens])[0]
+        hidden = self.hidden([tokens])[0].to(self.device)
         ours = hidden.new_empty(count, self.vocab_padded, dtype=torch.promote_types(hidden.dtype, torch.float32))
         logits_into(ours, hidden, self._weight, ours.dtype)
         if self._bias is not None:
             ours += self._bias.float()
         if self._transform is not None:
             ours = self._transform(ours)
-        batch = torch.from_numpy(tokens)[None].to(self.device)
-        theirs = self.model(input_ids=batch, use_cache=False).logits[0].float()
+        batch, _ = self.padded([tokens])
+        theirs = self.model(input_ids=batch, use_cache=False).logits[0].float().to(self.device)
         error, size = float((ours - theirs).abs().max()), float(theirs.abs().max())
         allowed = max(1e-4, 4 * torch.finfo(hidden.dtype).eps) * size
         if not error <= allowed:

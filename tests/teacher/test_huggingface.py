@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches built with Hugging Face models, against the model's own full logits in fp64."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,10 @@ import torch
 from megatron_kd.cache import CacheReader, Corpus, DocumentUnits, FirstUnits
 from megatron_kd.teacher.build import build_cache
 from megatron_kd.teacher.errors import TeacherError
+from megatron_kd.teacher.huggingface import HuggingFaceTeacher
 from megatron_kd.teacher.passes import batches, cut_pieces
 from tests.cache.conftest import write_corpus
+from tests.cache.test_commands import run
 from tests.teacher.conftest import VOCAB, documents, save_llama, settings
 
 
@@ -184,3 +188,34 @@ def test_stores_corpora_of_16_bit_tokens(tmp_path, llama):
         rows.append(CacheReader(out).read(np.array([[0, 50]])))
     for a, b in zip(*rows, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_device_map_gives_the_same_rows(tmp_path, llama, corpus):
+    """One layer on disk, loaded for every pass by accelerate: equal shards. No second GPU can be had here."""
+    units = DocumentUnits(corpus)
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
+    places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    plain = build_cache(llama, units, tmp_path / "plain", **settings())
+    words = [
+        "build",
+        "--teacher",
+        llama,
+        "--corpus",
+        corpus.prefix,
+        "--out",
+        tmp_path / "mapped",
+        "--vocab-size",
+        VOCAB,
+    ]
+    words += ["--vocab-size", VOCAB, "--top-k", 20, "--accept-teacher-loss", "--no-progress"]
+    assert run(*words, "--device-map", json.dumps(places)) == 0
+    for shard in (plain / "shards").iterdir():
+        assert shard.read_bytes() == (tmp_path / "mapped" / "shards" / shard.name).read_bytes()
+    teacher = HuggingFaceTeacher.load(llama, vocab_size=VOCAB, device_map=places)
+    assert not any("layers.1." in name for name, _ in teacher.named_parameters())
+    with pytest.raises(TeacherError, match="leaves the output projection on disk"):
+        HuggingFaceTeacher.load(llama, vocab_size=VOCAB, device_map={"model": "cpu", "lm_head": "disk"})
+    with pytest.raises(TeacherError, match="device 'cpu' and a device map"):
+        HuggingFaceTeacher.load(llama, vocab_size=VOCAB, device_map="auto", device="cpu")
+    with pytest.raises(SystemExit, match="2"):
+        run(*words, "--device-map", "everywhere")
