@@ -81,8 +81,9 @@ class KDConfig:
     ce_weight: float = 0.0
     """Weight of the cross entropy on the hard label in the total loss."""
 
-    loss: Literal["fused", "dense", "forward_chunked"] = "fused"
-    """`fused` never holds the [tokens, vocabulary] grid; the other two are the baselines it is compared with."""
+    loss: Literal["fused", "dense", "forward_chunked", "megatron_topk"] = "fused"
+    """`fused` never holds the [tokens, vocabulary] grid; `dense` and `forward_chunked` are the baselines it is
+    compared with; `megatron_topk` is Megatron's own loss on cached logits, forward KL alone, for comparison."""
 
     gradient: Literal["forward", "recompute"] = "forward"
     """`forward`: gradients while the logits of a strip exist, 3 GEMMs. `recompute`: 4 GEMMs, least memory."""

@@ -15,7 +15,9 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron_kd.bridge.bad_blocks import agree
 from megatron_kd.bridge.config import KDConfig, resolve_divergence
+from megatron_kd.bridge.other_losses import megatron_topk_divergence
 from megatron_kd.bridge.teacher_feed import TeacherBatch
+from megatron_kd.bridge.watch import HELD_OUT_TOKENS, WATCHED_TOKENS, Figures, LossMeter, watch
 from megatron_kd.errors import UserError
 from megatron_kd.loss import (
     LossSums,
@@ -29,8 +31,9 @@ LOSSES = {
     "fused": fused_linear_divergence,
     "dense": dense_divergence,
     "forward_chunked": forward_chunked_divergence,
+    "megatron_topk": megatron_topk_divergence,
 }
-"""Implementations by the name they have in ``kd.loss``. All give the same sums and gradients."""
+"""Implementations by the name they have in ``kd.loss``. Ours give the same sums and gradients."""
 
 
 class UnsupportedHead(UserError):
@@ -45,13 +48,17 @@ class DivergenceOutput:
         kd: The settings of the loss.
         vocab_size: The real vocabulary, without padding.
         teacher: Rows of this micro-batch on the host; set before the model runs.
+        meter: What times the loss.
         sums: What the loss returned; set by the call.
+        watched: Further figures, float32 [2] each: sum and count; set by the call.
     """
 
     kd: KDConfig
     vocab_size: int
     teacher: TeacherBatch | None = None
+    meter: LossMeter = field(default_factory=LossMeter)
     sums: LossSums | None = field(default=None, init=False)
+    watched: Figures = field(default_factory=dict, init=False)
 
     def __call__(
         self,
@@ -81,22 +88,34 @@ class DivergenceOutput:
         if self.teacher.masked is not None:
             self.teacher = self.teacher.without(agree(self.teacher.masked, shard.group, hidden_states.device))
         batch = self.teacher.to(hidden_states.device)
-        self.sums = LOSSES[self.kd.loss](
+        keep = self.teacher.token_weight != 0  # on the host, and the same on all tensor-parallel ranks
+        with self.meter.call(hidden_states.device):
+            self.sums = LOSSES[self.kd.loss](
+                hidden_states,
+                weight,
+                batch.teacher,
+                batch.token_weight,
+                divergence=resolve_divergence(self.kd.divergence),
+                labels=labels.transpose(0, 1),
+                kd_weight=self.kd.kd_weight,
+                ce_weight=self.kd.ce_weight,
+                temperature=self.kd.temperature,
+                shard=shard,
+                sequence_parallel=config.sequence_parallel,
+                gradient=self.kd.gradient,
+                strip_tokens=self.kd.strip_tokens,
+                logits_dtype=getattr(torch, self.kd.logits_dtype),
+                keep=keep,
+            )
+        self.watched = watch(
             hidden_states,
             weight,
-            batch.teacher,
-            batch.token_weight,
-            divergence=resolve_divergence(self.kd.divergence),
-            labels=labels.transpose(0, 1),
-            kd_weight=self.kd.kd_weight,
-            ce_weight=self.kd.ce_weight,
-            temperature=self.kd.temperature,
-            shard=shard,
+            batch,
+            keep,
+            shard,
             sequence_parallel=config.sequence_parallel,
-            gradient=self.kd.gradient,
-            strip_tokens=self.kd.strip_tokens,
-            logits_dtype=getattr(torch, self.kd.logits_dtype),
-            keep=self.teacher.token_weight != 0,  # on the host, and the same on all tensor-parallel ranks
+            temperature=self.kd.temperature,
+            tokens=WATCHED_TOKENS if torch.is_grad_enabled() else HELD_OUT_TOKENS,
         )
         return self.sums.total
 

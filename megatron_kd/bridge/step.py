@@ -3,9 +3,9 @@
 
 It is Bridge's own ``gpt_step.forward_step`` (batch, context-parallel slicing, timers, FLOPs), given an iterator that
 keeps the teacher's key back and a model that passes the output processor on. What the last pipeline stage reports:
-``lm loss``, ``kd loss``, ``total loss`` and the shares ``kd cut``, ``kd absent`` and, where bad blocks may be masked,
-``kd masked``, as (sum, tokens) pairs, which Bridge averages over data-parallel ranks and sends to console,
-TensorBoard, W&B and MLflow.
+``lm loss``, ``kd loss``, ``total loss``, what watch.py adds, and the shares ``kd cut``, ``kd absent`` and, where bad
+blocks may be masked, ``kd masked``, as (sum, tokens) pairs, which Bridge averages over data-parallel ranks and sends
+to console, TensorBoard, W&B and MLflow.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,6 +26,7 @@ from megatron_kd.bridge.config import KDConfig
 from megatron_kd.bridge.dataset import KEY
 from megatron_kd.bridge.output import DivergenceOutput
 from megatron_kd.bridge.teacher_feed import LookAhead, TeacherFeed
+from megatron_kd.bridge.watch import LossMeter
 from megatron_kd.loss import LossSums
 
 
@@ -40,6 +41,7 @@ class KDForwardStep:
     def __init__(self, kd: KDConfig, feed: TeacherFeed):
         self.kd = kd
         self.feed = feed
+        self.meter = LossMeter()
 
     def __call__(
         self,
@@ -55,7 +57,7 @@ class KDForwardStep:
             (loss sum, token count, report).
         """
         groups = get_pg_collection(model)
-        output = DivergenceOutput(self.kd, self.feed.vocab_size)
+        output = DivergenceOutput(self.kd, self.feed.vocab_size, meter=self.meter)
         last_stage = is_pp_last_stage(groups.pp)
         last_chunk = last_stage and unwrap_model(model).post_process
 
@@ -133,7 +135,7 @@ def reported_loss(
         if tokens is not None:  # a share of all tokens with loss, of which some may have been left out
             left_out = tokens & (teacher.token_weight == 0)
             report[name] = torch.stack([tokens.sum().to(count), left_out.sum().to(count) + count]).float()
-    return loss, count, report
+    return loss, count, report | output.watched
 
 
 def look_ahead(data_iterator: RerunDataIterator, feed: TeacherFeed) -> None:

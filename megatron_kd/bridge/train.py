@@ -17,7 +17,7 @@ from megatron.bridge.training.pretrain import pretrain
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from transformers import AutoTokenizer
 
-from megatron_kd.bridge.callbacks import FinalValues, VocabularyCheck
+from megatron_kd.bridge.callbacks import FinalValues, RunWatch, VocabularyCheck
 from megatron_kd.bridge.config import KDConfigContainer, UserValues, refuse_unsupported
 from megatron_kd.bridge.dataset import keyed_datasets
 from megatron_kd.bridge.online import OnlineFeed, OnlineForwardStep, Prepare
@@ -55,9 +55,10 @@ def train(
         pretrain(cfg, gpt_step.forward_step, callbacks=callbacks)
         return
     feed = open_feed(cfg, prepare_teacher)
-    step = OnlineForwardStep if cfg.kd.teacher else KDForwardStep
+    step = (OnlineForwardStep if cfg.kd.teacher else KDForwardStep)(cfg.kd, feed)
+    watching = [VocabularyCheck(feed.vocab_size), RunWatch(cfg.kd, feed, step.meter)]
     with keyed_datasets(feed.bind):
-        pretrain(cfg, step(cfg.kd, feed), callbacks=[VocabularyCheck(feed.vocab_size), *callbacks])
+        pretrain(cfg, step, callbacks=[*watching, *callbacks])
 
 
 def leave_on_signal(cfg: KDConfigContainer, user_values: UserValues) -> None:
