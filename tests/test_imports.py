@@ -15,17 +15,18 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # What each package may import of ours, and which heavy libraries it may touch at all.
 OURS = {
     "errors.py": set(),
+    "stages.py": set(),
     "bench_commands.py": {"errors", "loss", "report"},
     "loss": {"errors", "loss", "bench_commands"},  # the last for `python -m megatron_kd.loss.bench` alone
     "cache": {"errors", "cache"},
     "teacher": {"errors", "teacher", "cache", "loss"},
-    "bridge": {"errors", "bridge", "cache", "loss", "teacher", "dryrun"},  # dryrun: see DRY_RUN
+    "bridge": {"errors", "stages", "bridge", "cache", "loss", "teacher", "dryrun"},  # dryrun: see DRY_RUN
     "launch": {"errors", "launch", "cache", "bridge"},  # of bridge, how settings are read
-    "dryrun": {"errors", "dryrun"},
+    "dryrun": {"errors", "stages", "dryrun"},
     "report": {"errors", "report", "cache", "loss"},
 }
 MEGATRON = {"bridge", "dryrun"}
-DRY_RUN = {"cli.py", "demo", "dryrun", "bridge/commands.py", "bridge/rehearsal.py"}
+DRY_RUN = {"cli.py", "demo", "compare", "plan_commands.py", "dryrun", "bridge/commands.py", "bridge/rehearsal.py"}
 TORCH_ONLY = {"loss"}
 NO_DISTRIBUTED = {"cache"}
 

@@ -18,6 +18,7 @@ from megatron_kd.bridge.finalise import check_final, finalise_preview
 from megatron_kd.bridge.overrides import UserValues
 from megatron_kd.bridge.targets import check_checkpoint
 from megatron_kd.errors import ConfigError
+from megatron_kd.stages import mix_up_messages
 
 
 class LayoutError(ConfigError):
@@ -71,13 +72,9 @@ def _other_dataset(cfg: ConfigContainer) -> str | None:
 
 
 def _confused_stages(cfg: ConfigContainer) -> str | None:
-    """Of a batch of messages, Megatron tells those to the stage before and after apart by rank: at PP=2 it cannot."""
-    model = cfg.model
-    if not model.virtual_pipeline_model_parallel_size or model.pipeline_model_parallel_size != 2:
+    if cfg.comm_overlap is not None or not mix_up_messages(cfg.model):
         return None
-    if cfg.comm_overlap is not None or (model.overlap_p2p_comm and not model.batch_p2p_comm):
-        return None
-    return f"model.virtual_pipeline_model_parallel_size={model.virtual_pipeline_model_parallel_size} on 2 stages"
+    return f"model.virtual_pipeline_model_parallel_size={cfg.model.virtual_pipeline_model_parallel_size} on 2 stages"
 
 
 def _mean_of_means(cfg: ConfigContainer) -> str | None:

@@ -9,6 +9,8 @@ optimizer or data; `shrink` does that. Costs nothing.
 import dataclasses
 from typing import Any, NamedTuple
 
+from megatron_kd.stages import ONE_AT_A_TIME, mix_up_messages
+
 
 class Change(NamedTuple):
     """One setting that was changed: its full key, both values, and the reason."""
@@ -175,17 +177,12 @@ def _apply(section: Any, rules: dict[str, tuple[Any, str]], prefix: str) -> list
 
 
 def _prepare_stages(cfg: Any) -> list[Change]:
-    """Interleaved stages exchange one message at a time, as Bridge's comm_overlap has it and two stages need.
-
-    In a batch, messages to the stage before and to the one after are told apart by rank alone.
-    """
-    model = cfg.model
-    if not model.virtual_pipeline_model_parallel_size:
-        return []
-    if cfg.comm_overlap is None and model.pipeline_model_parallel_size > 2:
+    """What comm_overlap would do for interleaved stages, and what two of them need."""
+    interleaved = cfg.model.virtual_pipeline_model_parallel_size
+    if not (interleaved and cfg.comm_overlap is not None) and not mix_up_messages(cfg.model):
         return []
     why = "interleaved stages exchange one message at a time"
-    return _apply(model, {"overlap_p2p_comm": (True, why), "batch_p2p_comm": (False, why)}, "model.")
+    return _apply(cfg.model, {name: (value, why) for name, value in ONE_AT_A_TIME.items()}, "model.")
 
 
 def _prepare_precision(cfg: Any) -> list[Change]:
