@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import megatron_kd
 from megatron_kd import bench_commands as bench
+from megatron_kd import plan_commands as plan
 from megatron_kd.bridge import commands as train
 from megatron_kd.cache import commands as cache
 from megatron_kd.demo import commands as demo
@@ -60,7 +61,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-kd {megatron_kd.__version__}")
     subparsers = parser.add_subparsers(metavar="command", required=True)
-    for commands in (demo, cache, train, launch, bench):
+    for commands in (demo, cache, train, plan, launch, bench):
         commands.add_parser(subparsers)
     return parser
 
