@@ -233,7 +233,7 @@ def world_size(path: Path) -> int:
 
 
 def in_rank_yaml(paths: list[Path]) -> dict[str, Any]:
-    """Loads and checks each recipe of its real size; returns the number of parameters, and its shrunk twin as a digest."""
+    """Loads and checks each recipe of its real size; its number of parameters, and its shrunk twin as a digest."""
     from megatron_kd.bridge.config import check_before_start, load_config
     from megatron_kd.bridge.planning import describe_model
     from megatron_kd.report.plan_memory import total_parameters
