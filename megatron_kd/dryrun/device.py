@@ -303,7 +303,6 @@ def _placeholder_transformer_engine(importer: str) -> Iterator[None]:
 
 def _megatron_patches() -> list[Patch]:
     import megatron.bridge.training.initialize as initialize
-    import megatron.core.models.common.embeddings.rope_utils as rope
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.tensor_parallel.layers as tensor_parallel
     import megatron.core.tensor_parallel.random as random
@@ -345,12 +344,6 @@ def _megatron_patches() -> list[Patch]:
             "tex",
             types.SimpleNamespace(thd_get_partitioned_indices=partition.packed_positions),
             "context-parallel ranks ask Transformer Engine for their part of packed sequences",
-        ),
-        Patch(
-            rope,
-            "_apply_rotary_pos_emb_thd",
-            partition.restarting(rope._apply_rotary_pos_emb_thd),
-            "positions of packed sequences start at 0, as in the fused kernel; see partition.py",
         ),
         Patch(
             initialize,

@@ -7,10 +7,6 @@ beginning with 0. Where sequences are padded there are two of them, of the token
 Legend: T positions of a row, on all ranks together.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -75,19 +71,3 @@ def sequence_numbers(packed: PackedSeqParams, total_tokens: int) -> torch.Tensor
     for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         numbers[start : start + length] = number
     return numbers
-
-
-def restarting(apply_rope: Callable) -> Callable:
-    """Megatron's `_apply_rotary_pos_emb_thd`, in which every sequence's rotary positions start at 0.
-
-    It takes a table as long as the row for one of the row's positions, which is wrong where the longest sequence is
-    said to fill the row. The fused kernel, which is what a GPU runs, makes no such exception.
-    """
-
-    @functools.wraps(apply_rope)
-    def apply_restarting(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *rest: Any, **kwargs: Any):
-        if len(freqs) == cu_seqlens[-1]:
-            freqs = torch.cat([freqs, freqs[-1:]])  # one position more, which nothing reads
-        return apply_rope(t, cu_seqlens, freqs, *rest, **kwargs)
-
-    return apply_restarting
