@@ -31,6 +31,10 @@ examples:
       --corpus data/train_text_document --out caches/train \\
       model.tensor_model_parallel_size=8 model.sequence_parallel=true model.expert_model_parallel_size=8
 
+  # the same in vLLM; what it is asked, and why, is told in megatron_kd/teacher/vllm.py
+  megatron-kd cache build --engine vllm --teacher openai/gpt-oss-120b --dtype bfloat16 \\
+      --corpus data/train_text_document --out caches/train model.tensor_parallel_size=8
+
   # eight writers under Slurm; the last one to finish seals the cache
   srun --ntasks 8 bash -c 'megatron-kd cache build ... --writer $SLURM_PROCID/$SLURM_NTASKS'
 """
@@ -111,10 +115,11 @@ def add_build(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace
     group = add_teacher_options(parser, required=False)
     group.add_argument(
         "--engine",
-        choices=["transformers", "megatron"],
+        choices=["transformers", "megatron", "vllm"],
         default="transformers",
-        help="one process (default), or a Megatron model over all ranks that were started; its settings are arguments "
-        "such as model.tensor_model_parallel_size=8",
+        help="one process (default); a Megatron model over all ranks that were started; or vLLM, if it is installed. "
+        "The settings of the last two are arguments such as model.tensor_model_parallel_size=8 and "
+        "model.tensor_parallel_size=8",
     )
     group.add_argument("--checkpoint", metavar="DIR", help="Megatron checkpoint with the teacher's weights")
     group.add_argument(

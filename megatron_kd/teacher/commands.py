@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `megatron-kd cache build` runs: options from a file and the command line, a teacher of either engine, a build.
+"""What `megatron-kd cache build` runs: options from a file and the command line, a teacher of any engine, a build.
 
 In: parsed arguments. Out: the cache's folder, or a plan in words. A Megatron teacher runs on the ranks that were
 started (srun, torchrun), or on CPU ranks that are started here.
@@ -24,6 +24,7 @@ from megatron_kd.errors import ConfigError
 _TIMEOUT_S = 14 * 24 * 3600
 _LOADING = {
     "transformers": ("gguf_file", "revision", "tokenizer", "vocab_size", "dtype", "device", "device_map"),
+    "vllm": ("top_k", "revision", "tokenizer", "vocab_size", "dtype"),
     "megatron": ("checkpoint", "tokenizer", "vocab_size", "dtype"),
 }
 _BUILDING = (
@@ -54,10 +55,15 @@ def run_build(args: argparse.Namespace) -> Path | None:
             return _on_cpu_ranks(args, model)
         first = build_on_this_rank(args, model, prepare=None)
         return args.out if first and not args.dry_run else None
-    if args.cpu_ranks or args.checkpoint or model:
+    if args.cpu_ranks or args.checkpoint or (model and args.engine != "vllm"):
         name = "--cpu-ranks" if args.cpu_ranks else "--checkpoint" if args.checkpoint else "model.*"
         raise ConfigError(f"{name} is for a Megatron teacher; add --engine megatron.")
-    _build(args, args.teacher, _options(args, _LOADING["transformers"]))
+    if args.engine == "vllm":
+        from megatron_kd.teacher.vllm import VllmTeacher
+
+        _build(args, VllmTeacher.load(args.teacher, settings=model, **_options(args, _LOADING["vllm"])), {})
+    else:
+        _build(args, args.teacher, _options(args, _LOADING["transformers"]))
     return None if args.dry_run else args.out
 
 

@@ -88,7 +88,7 @@ class HuggingFaceTeacher:
         """
         import transformers
 
-        source = _resolve(teacher)
+        source = model_source(teacher)
         if device is not None and device_map is not None:
             raise TeacherError(f"device {device!r} and a device map were given; a model has one or the other")
         if dtype not in _DTYPES:
@@ -108,7 +108,7 @@ class HuggingFaceTeacher:
             tokenizer = source
         known = load_tokenizer_identity(tokenizer, options if tokenizer is source else {})
         real = vocab_size if vocab_size is not None else known["vocab_size"]
-        folder, found = _files(source, gguf_file, revision)
+        folder, found = model_files(source, gguf_file, revision)
         identity = {
             "repo": Path(source).name if Path(source).is_dir() else source,
             "revision": found,
@@ -222,7 +222,7 @@ def weights_digest(
     return digest_bytes("".join(digest_file(file) for file in files).encode())
 
 
-def _resolve(teacher: str | Path) -> str:
+def model_source(teacher: str | Path) -> str:
     """The name to load; a path that does not exist is an error here, before anything is downloaded."""
     text = str(teacher)
     if Path(text).expanduser().is_dir():
@@ -234,7 +234,7 @@ def _resolve(teacher: str | Path) -> str:
     return text
 
 
-def _files(source: str, gguf_file: str | None, revision: str | None) -> tuple[Path, str | None]:
+def model_files(source: str, gguf_file: str | None, revision: str | None) -> tuple[Path, str | None]:
     """Folder with the loaded files, and the revision if it came from the hub."""
     if Path(source).is_dir():
         return Path(source), None
