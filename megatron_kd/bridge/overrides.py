@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
 from megatron.bridge.training.utils.config_utils import apply_run_config_backward_compat
 from megatron.bridge.utils.instantiate_utils import InstantiationMode, instantiate
@@ -192,7 +193,8 @@ def _unknown(root: Any, key: Key, hints: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(name, hints, n=2, cutoff=0.6)
     near = near or (() if same else difflib.get_close_matches(name, hints, n=1, cutoff=0))
     candidates = [*dict.fromkeys([*(dotted((*key[:-1], match)) for match in near), *same])]
-    return f"{text} Did you mean {' or '.join(candidates[:4])}? `--print-config` shows every key."
+    more = " `--print-config` shows every key." if isinstance(root, ConfigContainer) else ""
+    return f"{text} Did you mean {' or '.join(candidates[:4])}?{more}"
 
 
 def _covers(tree: Mapping[str, Any], key: Key) -> bool:

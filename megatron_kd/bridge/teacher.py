@@ -14,6 +14,7 @@ Legend: S padded length, B sequences of a micro-batch, H hidden size, K entries,
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,14 @@ from megatron.core import parallel_state as groups
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_kd.bridge.overrides import apply_settings
+from megatron_kd.bridge.settings import Settings
 from megatron_kd.bridge.step import cp_positions
 from megatron_kd.bridge.targets import check_checkpoint
 from megatron_kd.bridge.teacher_output import Probe, Selector
 from megatron_kd.errors import ConfigError
 from megatron_kd.loss import TeacherRows
+from megatron_kd.stages import ONE_AT_A_TIME, mix_up_messages
 from megatron_kd.teacher.errors import TeacherError, implausible_if_not_finite
 from megatron_kd.teacher.huggingface import load_tokenizer_identity, weights_digest
 
@@ -96,7 +100,7 @@ class MegatronTeacher:
             prepare: called with the provider before it is finalised.
 
         Raises:
-            ConfigError: a setting that the provider does not have.
+            ConfigError: a setting that the provider does not have, or of another type, or the dtype's.
             TeacherError: missing files, a vocabulary that does not fit.
         """
         if dtype not in _DTYPES:
@@ -106,10 +110,13 @@ class MegatronTeacher:
         bridge = AutoBridge.from_hf_pretrained(str(teacher))
         provider = bridge.to_megatron_provider(load_weights=checkpoint is None)
         provider.mtp_num_layers = None  # its heads for later tokens have nothing to say of the next
-        _set(provider, {**(settings or {}), **_precision(dtype)})
-        if provider.virtual_pipeline_model_parallel_size:
-            # In a batch, messages to the stages before and after are told apart by rank alone, which is wrong at PP=2.
-            provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
+        settings = settings or {}
+        if taken := sorted(_precision(dtype).keys() & settings):
+            raise ConfigError(f"model.{taken[0]}: the dtype of a teacher is set by --dtype, here {dtype}.")
+        apply_settings(_Settings(provider), [Settings({"model": settings}, {("model",): "the teacher"})])
+        vars(provider).update(_precision(dtype))
+        if mix_up_messages(provider):
+            vars(provider).update(ONE_AT_A_TIME)
         if prepare is not None:
             prepare(provider)
         provider.finalize()
@@ -284,11 +291,11 @@ class MegatronTeacher:
         return TeacherRows(*map(joined, rows))
 
 
-def _set(provider: Any, settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        if not hasattr(provider, name):
-            raise ConfigError(f"model.{name}: {type(provider).__name__} has no such setting.")
-        setattr(provider, name, value)
+@dataclass
+class _Settings:
+    """Where a teacher's settings go, so that an error says `model.KEY` as the user did."""
+
+    model: Any
 
 
 def _weights_folder(checkpoint: str | Path) -> str:

@@ -70,7 +70,14 @@ def test_the_command_reads_a_file_and_overrides_it(caches, command, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--cpu-ranks", "1", "model.tensor_parallel=2"], "model.tensor_parallel: .* has no such setting"),
+        (
+            ["--cpu-ranks", "1", "model.tensor_model_parallel_sise=2"],
+            r"unknown key model.tensor_model_parallel_sise. Did you mean model.tensor_model_parallel_size\b",
+        ),
+        (
+            ["--cpu-ranks", "1", "model.tensor_model_parallel_size=two"],
+            r"model.tensor_model_parallel_size expects int, found 'two' \(str\)",
+        ),
         (["--engine", "transformers"], "model.* is for a Megatron teacher; add --engine megatron"),
         (["kd.top_k=3"], "kd= is no setting of a teacher"),
     ],
