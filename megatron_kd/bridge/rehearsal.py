@@ -41,7 +41,7 @@ def check(request: Request, ranks: int | None, world_size: int | None) -> tuple[
         open_feed(cfg)
         if cfg.kd.teacher:
             teacher_provider(cfg, dryrun.prepare_model)
-    for change in [*_without_cache(cfg), *dryrun.prepare(cfg)]:
+    for change in [*without_cache(cfg), *dryrun.prepare(cfg)]:
         values.forget(change.key)
     check_final(finalise_preview(cfg, world_size=world_size), values, before=cfg)
     shrunk, changes = _shrunk(request, ranks)
@@ -58,10 +58,10 @@ def train_shrunk(request: Request, ranks: int | None) -> list[dict[str, float]]:
 
 def _shrunk(request: Request, ranks: int | None) -> tuple[KDConfigContainer, list[dryrun.Change]]:
     cfg, _ = load_config(**request._asdict())
-    return cfg, [*_without_cache(cfg), *dryrun.shrink(cfg, world_size=ranks), *dryrun.prepare(cfg)]
+    return cfg, [*without_cache(cfg), *dryrun.shrink(cfg, world_size=ranks), *dryrun.prepare(cfg)]
 
 
-def _without_cache(cfg: KDConfigContainer) -> list[dryrun.Change]:
+def without_cache(cfg: KDConfigContainer) -> list[dryrun.Change]:
     """Teacher rows that are made up, over the model's own vocabulary: any corpus will do with them.
 
     A teacher that would run beside the student is one of the student's own architecture, with random weights.

@@ -12,7 +12,7 @@ from megatron_kd.errors import UserError
 _SUBMIT = """\
 Submit a recipe to Slurm: a run with slurm/train.sbatch, a cache (a YAML with `teacher:`) with slurm/cache.sbatch.
 What can be checked here in a second is checked first. key=value arguments, and all that follows `--`, go to
-`megatron-kd train` or `cache build`.
+`megatron-kd train`, `compare` or `cache build`.
 """
 _SUBMIT_EXAMPLES = """\
 examples:
@@ -60,6 +60,7 @@ def _add_submit(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config_file", type=Path, metavar="RECIPE.yaml", help="a file of recipes/, or one of yours")
+    parser.add_argument("--compare", action="store_true", help="compare losses on it instead of training it once")
     parser.add_argument("--print", dest="print_only", action="store_true", help="print the command, submit nothing")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder of the run; default: runs/NAME of the YAML"
@@ -123,15 +124,19 @@ def make_job(args: argparse.Namespace) -> Any:
         out = _wanted(args, "out", "a cache needs --out DIR.").absolute()
         logs, more = out.with_name(f"{out.name}.logs"), {"corpus": args.corpus, "out": out}
         _refuse(args, "run_dir", "student", why="is for a run; this recipe builds a cache.")
+        if args.compare:
+            raise UserError("--compare is for a run; this recipe builds a cache.")
     else:
-        run_dir = (args.run_dir or Path("runs") / config_file.stem).absolute()
+        name = f"{config_file.stem}-compare" if args.compare else config_file.stem
+        run_dir = (args.run_dir or Path("runs") / name).absolute()
         logs, more = run_dir / "logs", {"student": args.student, "run-dir": run_dir}
         _refuse(args, "out", "corpus", "array", why="is for a cache; this recipe is a run.")
         _check_run(config_file, settings, further, args.student, nodes * gpus)
     for name, value in more.items():
         arguments += [] if value is None else [f"--{name}", str(value)]
+    script = "cache.sbatch" if is_cache else "compare.sbatch" if args.compare else "train.sbatch"
     return Job(
-        script=home / "slurm" / ("cache.sbatch" if is_cache else "train.sbatch"),
+        script=home / "slurm" / script,
         arguments=[*arguments, *further, *settings],
         logs=logs,
         name=re.sub(r"[^\w.-]", "-", config_file.stem),

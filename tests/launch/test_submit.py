@@ -55,6 +55,18 @@ def test_what_is_printed_is_what_is_submitted(sbatch, capsys):
     assert "MEGATRON_KD_SRUN_ARGS=--mpi=pmix" in words and str(ROOT / "slurm" / "train.sbatch") in words
 
 
+def test_a_comparison_goes_to_its_own_script_and_folder(capsys):
+    assert call("submit", TWO_NODES, "--compare", "--print", "kd.cache=/k", "--", "--sweep", "kd.top_k=20,50") == 0
+    words = shlex.split(capsys.readouterr().out)
+    script = words.index(str(ROOT / "slurm" / "compare.sbatch"))
+    run_dir = f"{Path('runs').absolute()}/{TWO_NODES.stem}-compare"
+    assert words[script + 1 :] == [
+        "--config-file", str(TWO_NODES), "--run-dir", run_dir, "--sweep", "kd.top_k=20,50", "kd.cache=/k",
+    ]  # fmt: skip
+    assert call("submit", CACHE, "--compare", "--out", "/k", "--print") == 2
+    assert "this recipe builds a cache" in capsys.readouterr().err
+
+
 def test_a_cache_goes_to_the_caches_script(capsys, tmp_path):
     assert call("submit", CACHE, "--array", "0-7", "--corpus", "/c", "--out", tmp_path / "k", "--print") == 0
     words = shlex.split(capsys.readouterr().out)
