@@ -18,6 +18,7 @@ import megatron_kd
 from megatron_kd import bench_commands as bench
 from megatron_kd import plan_commands as plan
 from megatron_kd.bridge import commands as train
+from megatron_kd.bridge import export_commands as export
 from megatron_kd.cache import commands as cache
 from megatron_kd.compare import commands as compare
 from megatron_kd.demo import commands as demo
@@ -62,7 +63,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-kd {megatron_kd.__version__}")
     subparsers = parser.add_subparsers(metavar="command", required=True)
-    for commands in (demo, cache, train, compare, plan, launch, bench):
+    for commands in (demo, cache, train, compare, plan, export, launch, bench):
         commands.add_parser(subparsers)
     return parser
 

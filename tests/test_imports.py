@@ -26,7 +26,16 @@ OURS = {
     "report": {"errors", "report", "cache", "loss"},
 }
 MEGATRON = {"bridge", "dryrun"}
-DRY_RUN = {"cli.py", "demo", "plan_commands.py", "compare", "plan_commands.py", "dryrun", "bridge/commands.py", "bridge/rehearsal.py"}
+DRY_RUN = {
+    "cli.py",
+    "demo",
+    "compare",
+    "plan_commands.py",
+    "dryrun",
+    "bridge/commands.py",
+    "bridge/export_commands.py",
+    "bridge/rehearsal.py",
+}
 TORCH_ONLY = {"loss"}
 NO_DISTRIBUTED = {"cache"}
 
