@@ -12,10 +12,18 @@ from megatron_kd.cache.build_options import add_storage_options, positive
 from megatron_kd.cache.copy import copy_cache
 from megatron_kd.cache.corpus import Corpus, DocumentUnits, FirstUnits
 from megatron_kd.cache.errors import BadSetting, ImportRefused
-from megatron_kd.cache.importers import Columns, DistillKit, JsonLines, Source, import_cache
+from megatron_kd.cache.importers import (
+    Columns,
+    DistillKit,
+    IndexedSamples,
+    JsonLines,
+    MegatronTars,
+    Source,
+    import_cache,
+)
 from megatron_kd.cache.store import cache_path
 
-FORMATS = ("jsonl", "distillkit", "columns")
+FORMATS = ("jsonl", "distillkit", "columns", "megatron-tar")
 EXAMPLES = {
     "copy": """\
 examples:
@@ -29,9 +37,10 @@ formats:
   jsonl       answers of vLLM (prompt_logprobs) or SGLang (input_top_logprobs), one JSON object a line
   distillkit  a folder of DistillKit's sampler, with compression_config.yaml
   columns     a dataset with columns of tokens, ids and log-probabilities (Parquet)
+  megatron-tar  a folder of Megatron-LM's cached logits (version 1). They belong to the samples of one run, not to a
+              corpus: instead of --corpus name the index files of its dataset with --samples
 
-Megatron-LM's cached-logits tars belong to the samples of one run; they are imported from Python, where its dataset is:
-megatron_kd.cache.importers.MegatronTars. Nothing in a source is executed.
+Nothing in a source is executed.
 
 Each record goes to the documents of the corpus that have its tokens. What no source has is the mass outside its top K:
 it is derived as 1 - sum(p), exact to 1e-6 for fp32 values; less exact values need --accept-derived-tail. Imported
@@ -41,6 +50,8 @@ examples:
   megatron-kd cache import answers.jsonl --format jsonl --corpus data/train_text_document --out caches/train \\
       --vocab-size 201088 --teacher openai/gpt-oss-120b --engine vllm --engine-version 0.11.0 \\
       --setting enable_prefix_caching=false --setting max_logprobs=100
+  megatron-kd cache import logits/ --format megatron-tar --samples index/0b1c...e7-GPTDataset-train --limit 81920 \\
+      --out caches/train --vocab-size 128000 --teacher my/teacher --accept-derived-tail
 """,
 }
 
@@ -57,9 +68,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     """Options of `cache import`."""
     parser.add_argument("source", type=Path, metavar="SRC", help="file or folder that the other program wrote")
     parser.add_argument("--format", choices=FORMATS, required=True, help="what wrote it")
-    parser.add_argument(
-        "--corpus", required=True, metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx"
-    )
+    parser.add_argument("--corpus", metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx")
     parser.add_argument(
         "--out", required=True, type=cache_path, metavar="DIR", help="cache folder, or msc://PROFILE/PATH"
     )
@@ -67,7 +76,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab-padded", type=positive, metavar="N", help="rows of the teacher's output projection")
     parser.add_argument("--top-k", type=positive, metavar="K", help="entries a token (default: all of the source)")
     add_storage_options(parser)
-    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N documents of the corpus")
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N documents or samples")
     parser.add_argument(
         "--accept-derived-tail", action="store_true", help="take values less exact than fp32; the manifest says so"
     )
@@ -83,6 +92,18 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--engine-version", help="version of that")
     group.add_argument(
         "--setting", action="append", default=[], metavar="NAME=VALUE", help="a setting of the engine; may be repeated"
+    )
+    group = parser.add_argument_group("format megatron-tar")
+    group.add_argument(
+        "--samples",
+        metavar="FILES",
+        help="index files of the run's dataset, in its path_to_cache: DIR/HASH-GPTDataset-train, or -BlendedDataset-",
+    )
+    group.add_argument(
+        "--no-extra-token", dest="extra_token", action="store_false", help="add_extra_token_to_sequence was false"
+    )
+    group.add_argument(
+        "--pad-token", type=int, metavar="ID", help="the tokenizer's padding id, which Megatron feeds as 0"
     )
     group = parser.add_argument_group("format columns")
     group.add_argument("--tokens-column", default="input_ids", metavar="NAME", help="default input_ids")
@@ -101,15 +122,23 @@ def run_copy(args: argparse.Namespace) -> int:
 
 def run_import(args: argparse.Namespace) -> int:
     """`cache import`."""
-    units: Any = DocumentUnits(Corpus(args.corpus))
+    needed = "samples" if args.format == "megatron-tar" else "corpus"
+    if getattr(args, needed) is None:
+        raise BadSetting(f"--{needed} is missing: format {args.format} is imported for the units that it names")
+    if args.format == "megatron-tar":
+        units: Any = IndexedSamples(args.samples, extra_token=args.extra_token, pad_token=args.pad_token)
+    else:
+        units = DocumentUnits(Corpus(args.corpus))
     if args.limit is not None:
         units = FirstUnits(units, args.limit)
     tokenizer = units.identity().get("tokenizer")
     vocab = args.vocab_size or (tokenizer or {}).get("vocab_size")
     if vocab is None:
-        raise BadSetting(f"{args.corpus} does not say its tokenizer; state the real vocabulary with --vocab-size")
+        raise BadSetting(
+            f"{args.corpus or args.samples} does not say its tokenizer; state the real vocabulary with --vocab-size"
+        )
     result = import_cache(
-        _source(args),
+        _source(args, units),
         units,
         args.out,
         teacher=_teacher(args),
@@ -133,7 +162,9 @@ def run_import(args: argparse.Namespace) -> int:
     return 0
 
 
-def _source(args: argparse.Namespace) -> Source:
+def _source(args: argparse.Namespace, units: Any) -> Source:
+    if args.format == "megatron-tar":
+        return MegatronTars(args.source, units)
     if args.format == "jsonl":
         return JsonLines(args.source)
     if args.format == "distillkit":

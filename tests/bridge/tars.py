@@ -96,6 +96,48 @@ def check_tars(hf: Path, root: Path) -> dict[str, int]:
     return counts
 
 
+def check_indexed_samples(hf: Path, root: Path) -> int:
+    """Samples from the index files against those of the dataset: a corpus with and without extra token, and a blend.
+
+    Then the command, on tars of Megatron's own saver, against the import with the dataset.
+    """
+    from megatron_kd.bridge.dataset import SampleUnits
+    from megatron_kd.cache import CacheReader
+    from megatron_kd.cache.importers import IndexedSamples, MegatronTars, import_cache
+    from tests.cache.test_commands import run
+
+    write_pair_corpus(root / "corpus")
+    write_pair_corpus(root / "other", seed=1)
+    checked = 0
+    for number, (blend, extra) in enumerate(((["corpus"], True), (["corpus"], False), (["corpus", "other"], True))):
+        index, samples = root / f"index-{number}", GLOBAL * ITERATIONS
+        parts = [root / name for name in blend]
+        parts = parts if len(parts) == 1 else ["30", parts[0], "70", parts[1]]
+        keyed = built(hf, parts, index, samples=samples, seq_length=SEQUENCE, extra_token=extra)
+        kind = "GPT" if len(blend) == 1 else "Blended"
+        (files,) = index.glob(f"*-{kind}Dataset-train-description.txt")
+        units, true = IndexedSamples(files, extra_token=extra), SampleUnits(keyed.dataset)
+        assert units.identity() == true.identity() and np.array_equal(units.lengths, true.lengths)
+        for unit in range(len(true.lengths)):
+            assert np.array_equal(units.tokens(unit), true.tokens(unit)), (blend, extra, unit)
+            checked += 1
+        if number == 0:
+            write_tars(keyed.dataset, root / "tars")
+            words = ["import", root / "tars", "--format", "megatron-tar", "--samples", files]
+            words += ["--vocab-size", VOCABULARY]
+            words += ["--teacher", "x", "--limit", samples, "--tile-tokens", 200, "--accept-derived-tail"]
+            assert run(*words, "--no-progress", "--out", root / "by-command") == 0
+            true.lengths = true.lengths[:samples]
+            import_cache(MegatronTars(root / "tars", true), true, root / "by-python", teacher={"repo": "x"},
+                         vocab_real=VOCABULARY, tile_tokens=200, accept_derived_tail=True)  # fmt: skip
+            rows = [
+                CacheReader(root / name).read(np.array([[0, samples * SEQUENCE]]))
+                for name in ("by-command", "by-python")
+            ]
+            assert all(np.array_equal(*planes) for planes in zip(*rows, strict=True))
+    return checked
+
+
 def check_refused_tars(hf: Path, root: Path) -> list[str]:
     """Messages for tars that are incomplete, of other samples, or traps."""
     import torch

@@ -10,6 +10,11 @@ def test_rows_of_megatrons_own_saver_reach_the_run(world, tmp_path):
     assert counts["rows"] == 3 * 16 * 64 and counts["dropped"] > 300
 
 
+def test_samples_from_the_files_that_a_run_left(world, tmp_path):
+    (checked,) = run_ranks(tars.check_indexed_samples, 1, args=(world.hf, tmp_path))
+    assert checked >= 3 * 16
+
+
 def test_tars_that_do_not_fit_are_refused_and_nothing_in_them_runs(world, tmp_path):
     (messages,) = run_ranks(tars.check_refused_tars, 1, args=(world.hf, tmp_path))
     expected = (

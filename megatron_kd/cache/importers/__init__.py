@@ -6,5 +6,16 @@ from megatron_kd.cache.importers.jsonl import JsonLines
 from megatron_kd.cache.importers.megatron_tar import MegatronTars
 from megatron_kd.cache.importers.parquet import Columns, DistillKit
 from megatron_kd.cache.importers.records import Record, Source
+from megatron_kd.cache.importers.samples import IndexedSamples
 
-__all__ = ["Columns", "DistillKit", "Imported", "JsonLines", "MegatronTars", "Record", "Source", "import_cache"]
+__all__ = [
+    "Columns",
+    "DistillKit",
+    "Imported",
+    "IndexedSamples",
+    "JsonLines",
+    "MegatronTars",
+    "Record",
+    "Source",
+    "import_cache",
+]

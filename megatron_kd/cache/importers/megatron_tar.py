@@ -2,7 +2,8 @@
 """Megatron-LM's cached logits, version 1: a folder of `cp{C}_dp{D}__{last iteration}.tar`.
 
 In: the tars that the saver's ranks wrote. Out: one record for each sample of the training run, in the run's order; so
-the units are the samples of the same run (`SampleUnits` of its dataset), and a record's number is its unit.
+the units are the samples of the same run (`SampleUnits` of its dataset, or `IndexedSamples` of the files it left), and
+a record's number is its unit.
 
 A tar holds `_meta.json` (`hash`, `identifiers`, `saver`) and for each iteration `{i}.pt.zst`: a zstd frame around a
 torch file with lists over the M micro-batches: `values` [S/CP, B, K] (fp16, bf16 or fp32), `indices_low` uint16,
