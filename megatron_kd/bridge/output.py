@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_kd.bridge.bad_blocks import agree
@@ -148,8 +149,13 @@ def refuse_head(output_layer: MegatronModule, config: Any) -> None:
     """Raise for an output layer whose logits are not ``hidden @ weight.T``.
 
     Raises:
-        UnsupportedHead: For a bias, or logits scaled by muP.
+        UnsupportedHead: For a bias, logits scaled by muP, or a layer of another kind, such as one that caps them.
     """
+    if type(output_layer).forward is not ColumnParallelLinear.forward:
+        raise UnsupportedHead(
+            f"output_layer: expected Megatron's ColumnParallelLinear, found {type(output_layer).__name__}, which may "
+            "do something to the logits that the divergence does not know."
+        )
     if getattr(output_layer, "bias", None) is not None:
         raise UnsupportedHead(
             "output_layer.bias: the divergence expects a head without bias; set model.add_bias_output=false."

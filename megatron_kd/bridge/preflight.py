@@ -3,6 +3,36 @@
 
 In: a configuration, what the user set in it, the world size. Out: nothing, or an error that names the key. Bridge's
 finalisation runs on a copy, so the configuration stays as it was. Costs well under a second.
+
+What Megatron-Bridge accepts and what of it distils. "Yes" is tested in the real loop, on CPU ranks, against one rank
+with the dense loss; "refused" is refused here, by name, unless another place is given.
+
+================================================  ====================================================================
+GPT models, dense and with experts, any head      yes; tied and untied, padded vocabulary
+heads for later tokens (MTP)                      yes: the divergence is the main head's, theirs is Megatron's own loss
+vision, audio, hybrid and encoder models          refused
+logits capped, scaled (muP), with a bias          refused; of an unknown output layer, at the first batch (output.py)
+adapters (LoRA)                                   refused
+TP, SP, PP, CP, EP, ETP, DP, and their products   yes
+interleaved stages (VP)                           yes; two stages that exchange messages in batches are refused
+hybrid CP, another CP in evaluation               refused
+decentralised process groups                      refused
+distributed optimizer, overlapped communication   yes
+FSDP                                              refused: the head must be whole
+deferred embedding gradients, expert overlap      refused
+CUDA graphs, fp8 head                             refused
+activation recomputation                          yes
+calculate_per_token_loss on                       yes, however a batch is cut
+calculate_per_token_loss off                      yes where every token has loss; else refused, since Megatron would
+                                                  average over micro-batches of unlike numbers of tokens
+dataloader type single, cyclic, batch             yes, with workers, over epochs, resumed within one
+dataloader type external                          refused
+pre-training data, blends, validation             yes
+fine-tuning data, packed sequences                yes, where sequences are isolated; deferred packing is refused
+mock data                                         in a dry run alone (dataset.py)
+a rerun of an iteration                           yes
+evaluation, signals, exits, checkpoints, export   yes
+================================================  ====================================================================
 """
 
 import math
@@ -63,7 +93,13 @@ def _on(section: str, *names: str, off: tuple = (None, False, "none")) -> _Finde
 
 
 def _other_model(cfg: ConfigContainer) -> str | None:
-    return None if isinstance(cfg.model, GPTModelProvider) else f"model {type(cfg.model).__name__}"
+    """A provider that builds something else than Megatron's GPT model says so in what it returns."""
+    kind = type(cfg.model)
+    if isinstance(cfg.model, GPTModelProvider):
+        built = kind.provide.__annotations__.get("return")
+        if getattr(built, "__name__", built) in ("GPTModel", "MCoreGPTModel"):
+            return None
+    return f"model {kind.__name__}"
 
 
 def _other_dataset(cfg: ConfigContainer) -> str | None:
@@ -111,7 +147,10 @@ _SCHEDULE_PLAN = "false: it needs a schedule plan (return_schedule_plan)"
 _OWN_WGRAD = "false: the loss computes the head's weight gradient itself"
 _WHOLE_HEAD = "false: the head's weight must be whole on its rank"
 _UNSUPPORTED: tuple[tuple[_Finder, str], ...] = (
-    (_other_model, "a GPT model provider"),
+    (_other_model, "a provider of Megatron's GPT model"),
+    (_on("model", "final_logit_softcapping"), "null: logits must be the head's weight times the hidden state"),
+    (_on("model", "use_mup"), "false: logits must be the head's weight times the hidden state"),
+    (_on("dataset", "dataloader_type", off=(None, "single", "cyclic", "batch")), "single, cyclic or batch"),
     (_other_dataset, "GPTDatasetConfig, as pre-training recipes have; SFT and packed sequences are not supported yet"),
     (_confused_stages, "model.overlap_p2p_comm=true with model.batch_p2p_comm=false, or a comm_overlap section"),
     (_mean_of_means, "true, and ddp.average_in_collective=false, so that the loss is a sum over tokens divided once"),
@@ -126,10 +165,10 @@ _UNSUPPORTED: tuple[tuple[_Finder, str], ...] = (
     (_on("model", "hybrid_context_parallel"), "false"),
     (_on("ddp", "use_megatron_fsdp"), _WHOLE_HEAD),
     (_on("dist", "use_megatron_fsdp", "use_torch_fsdp2"), _WHOLE_HEAD),
+    (_on("dist", "use_decentralized_pg"), "false: distillation has not been tested with it"),
     (_on("dist", "eval_context_parallel_size", off=(None,)), "null"),
     (lambda cfg: None if cfg.peft is None else "peft", "null: adapters are not supported yet"),
     (_teacher_beside("model", "pipeline_model_parallel_size", (1,)), f"1, or {_CACHE_INSTEAD}"),
-    (_teacher_beside("dist", "use_decentralized_pg", (None, False)), f"false, or {_CACHE_INSTEAD}"),
     (_teacher_beside("model", "fp16", (None, False)), f"bf16 or fp32, or {_CACHE_INSTEAD}"),
 )
 

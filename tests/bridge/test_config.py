@@ -250,15 +250,18 @@ def test_every_misspelt_key_meets_its_neighbour():
 # ---- what is refused before a run starts ----
 
 
+SFT = "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig"
 UNSUPPORTED = {
     "ddp.average_in_collective=true": "ddp.average_in_collective=True with model.calculate_per_token_loss=True",
     "model.overlap_moe_expert_parallel_comm=true": "model.overlap_moe_expert_parallel_comm=True",
     "model.cuda_graph_impl=local": "model.cuda_graph_impl='local'",
     "model.fp8_output_proj=true": "model.fp8_output_proj=True",
+    "model.use_mup=true": "model.use_mup=True",
+    "dataset.dataloader_type=external": "dataset.dataloader_type='external'",
     "ddp.use_megatron_fsdp=true": "ddp.use_megatron_fsdp=True",
     "dist.use_torch_fsdp2=true": "dist.use_torch_fsdp2=True",
     "peft={_target_: megatron.bridge.peft.lora.LoRA}": "peft",
-    "dataset={_target_: megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig, seq_length: 128}": "dataset GPTSFT",
+    "dist.use_decentralized_pg=true": "dist.use_decentralized_pg=True",
 }
 MISFITS = {
     ("model.seq_length=128",): (8, ["model.seq_length=128", "dataset.seq_length=32768"]),
@@ -289,6 +292,7 @@ MISFITS = {
         ["model.calculate_per_token_loss=False with dataset.eod_mask_loss=True", "divided once"],
     ),
     ("model.calculate_per_token_loss=false", "kd.context=exact"): (8, ["kd.context=exact", "expected true"]),
+    ("model.calculate_per_token_loss=false", f"dataset={{_target_: {SFT}, seq_length: 128}}"): (8, ["dataset GPTSFT"]),
     ("model.num_attention_heads=10",): (8, ["num_attention_heads (10)", "tensor_model_parallel_size (4)"]),
     ("ddp.grad_reduce_in_fp32=false",): (
         8,
@@ -335,6 +339,34 @@ def test_unsupported_settings_are_refused_by_name(checks: dict, wrong: str):
 def test_misfits_are_refused_before_anything_starts(checks: dict, wrong: tuple[str, ...]):
     for part in MISFITS[wrong][1]:
         assert part in checks[wrong]
+
+
+def in_rank_other_models() -> list[str]:
+    from megatron.bridge.models.gemma.gemma2_provider import Gemma2ModelProvider
+    from megatron.bridge.models.gemma.gemma3_provider import Gemma3ModelProvider
+    from megatron.bridge.models.mla_provider import MLAModelProvider
+    from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
+
+    from megatron_kd.bridge.config import refuse_unsupported
+    from megatron_kd.errors import ConfigError
+
+    cfg, _ = load(CACHE)
+    shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    messages = []
+    for kind in (Gemma2ModelProvider, Qwen25VLModelProvider, Gemma3ModelProvider, MLAModelProvider):
+        cfg.model = kind(**shape)
+        try:
+            refuse_unsupported(cfg)
+        except ConfigError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_models_that_build_other_heads_or_more_than_a_gpt_are_refused():
+    """Gemma 2 caps its logits, Qwen 2.5 VL has eyes; Gemma 3 and latent attention are GPT models like others."""
+    capped, vision = run(in_rank_other_models)
+    assert "model.final_logit_softcapping=30.0" in capped
+    assert "model Qwen25VLModelProvider" in vision
 
 
 def in_rank_preview() -> None:

@@ -16,7 +16,7 @@ from tests.bridge.loop import (
     distil_several_tokens,
     next_loss_of_export,
 )
-from tests.dryrun.tiny import write_tiny_gpt_oss, write_tiny_llama
+from tests.dryrun.tiny import write_tiny_gpt_oss, write_tiny_llama, write_tiny_qwen3_moe
 
 LAYOUTS = {
     "TP=2+SP": ({"tp": 2}, 2),
@@ -194,6 +194,30 @@ def test_tensor_parallel_ranks_mask_what_is_bad_for_one_of_them(world, tmp_path)
     table = [[[step[name] for name in names] for step in report] for report in (one, *two)]
     np.testing.assert_allclose(table[1:], [table[0]] * 2, atol=1e-4, rtol=0)
     assert 0 < np.mean([step["kd masked"] for step in one]) < 0.5
+
+
+RECOMPUTE = {"granularity": "full", "method": "uniform", "num_layers": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [(1, {f"model__recompute_{name}": value for name, value in RECOMPUTE.items()}), (4, {"tp": 2, "cp": 2})],
+    ids=["recompute", "TP=2xCP=2"],
+)
+def test_what_megatron_does_otherwise_changes_nothing(world, dense_on_one_rank, ranks, settings):
+    np.testing.assert_allclose(steps(world, ranks, steps=3, **settings), dense_on_one_rank[:3], atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_experts_train_as_one_rank(world, tmp_path):
+    inputs = (run_ranks(write_tiny_qwen3_moe, 1, args=(tmp_path / "moe",))[0], *world.inputs[1:])
+    kd = {"kd": {"cache": str(world.cache), "ce_weight": 0.5}, "steps": 3}
+    one, two = (
+        [[step[name] for name in LOSSES] for step in run_ranks(distil, ranks, args=inputs, kwargs=kd | layout)[-1]]
+        for ranks, layout in ((1, {}), (2, {"tp": 2, "model__expert_tensor_parallel_size": 2}))
+    )
+    np.testing.assert_allclose(two, one, atol=1e-4, rtol=0)
 
 
 def test_an_iteration_that_is_run_twice_meets_the_same_rows(world, dense_on_one_rank):

@@ -49,6 +49,26 @@ def write_tiny_llama(folder: str | Path, *, dtype: str = "float32", seed: int = 
     return _write(LlamaForCausalLM(LlamaConfig(**settings | config)), folder, dtype, seed)
 
 
+def write_tiny_qwen3_moe(folder: str | Path, *, dtype: str = "float32", seed: int = 0, **config: Any) -> Path:
+    """A Hugging Face Qwen3 with 4 experts and random weights, without biases: its experts may be tensor parallel."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    settings = dict(
+        num_hidden_layers=LAYERS,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=False,
+    )
+    return _write(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings | config)), folder, dtype, seed)
+
+
 def _write(model: Any, folder: str | Path, dtype: str, seed: int) -> Path:
     """With a tokenizer of numbered words, without which Bridge exports nothing."""
     import torch
