@@ -101,7 +101,7 @@ def _student(
     entries = (logits.gather(1, columns.clamp(min=0)) - shift).exp().masked_fill(columns < 0, 0)
     total = (logits - shift).exp().sum(1)
     own = torch.stack([top, (place + shard.start).float(), total, entries.sum(1)], dim=1)  # ids below 2^24 are exact
-    ranks = gather_rows(own, shard).unflatten(0, (-1, n))
+    ranks = gather_rows(own, shard).unflatten(0, (shard.world_size, n))
     first = ranks[..., 0].max(0)
     scale = (ranks[..., 0] - first.values).exp()
     total, inside = ((scale * ranks[..., field]).sum(0) for field in (2, 3))
