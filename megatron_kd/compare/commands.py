@@ -269,7 +269,7 @@ def _report(
     results.write_json(folder / "compare.json", whole)
     results.write_csv(folder / "compare.csv", found)
     if found:
-        print("", results.step_table(found), "", results.summary_table(found), "", sep="\n")
+        print("", results.step_table(found), "", results.summary_table(found), "", *results.absent(found), sep="\n")
     print(f"{folder / 'compare.json'} and compare.csv")
     difference = None if tolerance is None else _difference(args, found, tolerance)
     if difference:

@@ -75,6 +75,16 @@ def summary_table(results: Sequence[Result]) -> str:
     return format_table(["method", *(SUMMARY[key][0] for key in columns)], rows)
 
 
+def absent(results: Sequence[Result]) -> list[str]:
+    """Which figures no method has, and why, a line each."""
+    reasons = {
+        "peak bytes": "Peak memory is measured on CUDA alone.",
+        "held-out kl": "No held-out KL and agreement: they need kd.cache of the corpus, a validation part in "
+        "dataset.split, and validation.eval_iters above 0.",
+    }
+    return [why for key, why in reasons.items() if not any(key in result["summary"] for result in results)]
+
+
 def step_table(results: Sequence[Result], *, most: int = 12) -> str:
     """Steps down, methods across: the loss that was minimised and the gradient norm. At most `most` steps, spread."""
     by_step = [{step["step"]: step for step in result["steps"]} for result in results]

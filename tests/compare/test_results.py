@@ -6,7 +6,7 @@ import csv
 import pytest
 
 from megatron_kd.compare.methods import METHODS, Run, is_sweep, plan
-from megatron_kd.compare.results import first_difference, step_table, summary_table, write_csv
+from megatron_kd.compare.results import absent, first_difference, step_table, summary_table, write_csv
 from megatron_kd.errors import ConfigError
 
 
@@ -60,6 +60,8 @@ def test_tables_and_csv_hold_the_figures(tmp_path):
     table = summary_table(found).splitlines()
     assert table[0].split() == ["method", "kd", "loss", "total", "grad", "norm", "peak", "memory"]
     assert table[3].split() == ["fused", "0.2500", "0.2500", "1.000", "3.00", "GiB"]
+    (missing,) = absent(found)
+    assert "held-out" in missing and "dataset.split" in missing
     many = [result("a", *range(100))]
     assert len(step_table(many, most=5).splitlines()) == 7
     write_csv(tmp_path / "x.csv", found)
