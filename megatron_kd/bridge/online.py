@@ -55,6 +55,9 @@ _SHARED = (
     "pipeline_dtype",
 )
 
+_OF_TRAINING = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
+"""What Bridge has put into the student's provider by the time the teacher is built."""
+
 
 class OnlineFeed:
     """A teacher in this process; takes the place of a cache's feed.
@@ -153,7 +156,10 @@ def teacher_provider(cfg: KDConfigContainer, prepare: Prepare | None = None) -> 
     """
     name = cfg.kd.teacher
     if name == SYNTHETIC:
-        return copy.copy(cfg.model)
+        provider = copy.copy(cfg.model)
+        for function in _OF_TRAINING:
+            setattr(provider, function, None)
+        return provider
     try:
         provider = AutoBridge.from_hf_pretrained(str(name)).to_megatron_provider(load_weights=True)
     except (ValueError, OSError) as error:
