@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import megatron_kd
 from megatron_kd import bench_commands as bench
 from megatron_kd import plan_commands as plan
+from megatron_kd import report_commands as report
 from megatron_kd.bridge import commands as train
 from megatron_kd.bridge import export_commands as export
 from megatron_kd.cache import commands as cache
@@ -63,7 +64,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-kd {megatron_kd.__version__}")
     subparsers = parser.add_subparsers(metavar="command", required=True)
-    for commands in (demo, cache, train, compare, plan, export, launch, bench):
+    for commands in (demo, cache, train, compare, plan, report, export, launch, bench):
         commands.add_parser(subparsers)
     return parser
 

@@ -200,21 +200,26 @@ def assumptions(run: Run) -> list[str]:
     ]
 
 
-def plan_text(plan: dict[str, Any]) -> str:
-    """The plan for a terminal."""
-    run, machine, own = plan["run"], plan["machine"], plan["loss"]
+def title(plan: dict[str, Any]) -> str:
+    """Model, batch, machine and layout, in two lines."""
+    run, machine = plan["run"], plan["machine"]
     layout, training = run["layout"], run["training"]
     nodes = -(-layout["gpus"] // machine["gpus_per_node"])
-    title = (
+    return (
         f"{run['model']['name']}, {plan['parameters'] / 1e9:.1f} billion parameters, "
         f"{training['seq_length']:,} tokens x {training['micro_batch']}, {training['global_batch']} a step\n"
         f"{layout['gpus']} {machine['name']} on {nodes} node{'s' * (nodes > 1)}: {layout_text(layout)}; "
         f"data {data_parallel(layout)}"
     )
+
+
+def plan_text(plan: dict[str, Any]) -> str:
+    """The plan for a terminal."""
+    machine, own = plan["machine"], plan["loss"]
     total = sum(plan["memory"][own].values())
     verdict = "FITS" if plan["fits"] else "DOES NOT FIT"
     lines = [
-        title,
+        title(plan),
         "",
         f"{verdict} ({MODELLED}): {total / GB:.1f} GB on the fullest rank, of {plan['room'] / GB:.1f} GB that a plan "
         f"may fill of {machine['memory'] / GB:.0f}",
@@ -223,7 +228,7 @@ def plan_text(plan: dict[str, Any]) -> str:
         format_table(memory_head(plan), memory_rows(plan)),
         "",
         f"A step, {MODELLED}: {plan['step_flops'] / 1e15:.3g} PFLOP",
-        format_table(["loss", "seconds", "tokens/s", "TFLOP/s/GPU", "MFU", "in the loss"], step_rows(plan)),
+        format_table(STEP_HEAD, step_rows(plan)),
         "",
         f"Cache, {MODELLED}: {cache_text(plan['cache'])}",
         f"Fewest nodes, {MODELLED}: {nodes_text(plan)}",
@@ -235,6 +240,10 @@ def plan_text(plan: dict[str, Any]) -> str:
             for one in plan["changes"]
         ]
     return "\n".join([*lines, "", *plan["assumptions"]])
+
+
+STEP_HEAD = ["loss", "seconds", "tokens/s", "TFLOP/s/GPU", "MFU", "in the loss"]
+"""Headings of `step_rows`."""
 
 
 def memory_head(plan: dict[str, Any]) -> list[str]:
