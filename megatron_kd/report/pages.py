@@ -145,7 +145,7 @@ def run_page(path: Path, name: str, found: dict[str, Any], command: Sequence[str
             *curve_sections({name: steps}),
             Section("Agreement by token frequency", charts=frequency_charts({name: found["summary"]})),
         ],
-        lead=f"{len(steps)} steps, {state}.",
+        lead=f"{len(steps)} steps, {state}.\nThe whole configuration is config.yaml in the run's folder.",
         settings=found["settings"],
         versions=found["versions"],
         command=command,

@@ -33,9 +33,9 @@ def line_chart(title: str, series: Mapping[str, Sequence[tuple[float, float]]], 
     x_axis, y_axis = _Axis(min(xs), max(xs), _LEFT, WIDTH - _RIGHT), _Axis(min(ys), max(ys), HEIGHT - _BOTTOM, _TOP)
     parts = [*_frame(x_axis, y_axis, x_label)]
     for number, line in enumerate(series.values()):
-        thinned = line[:: max(1, len(line) // _MOST_POINTS)]
         if not line:
             continue
+        thinned = [*line[: -1 : max(1, len(line) // _MOST_POINTS)], line[-1]]
         path = _path([(x_axis.at(x), y_axis.at(y)) for x, y in thinned])
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
         parts.append(
