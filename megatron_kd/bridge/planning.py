@@ -175,6 +175,8 @@ def describe_loss(cfg: ConfigContainer) -> dict[str, Any]:
     kd = getattr(cfg, "kd", None)
     if kd is None:
         return {}
+    if kd.teacher:
+        raise ConfigError(f"a plan does not model kd.teacher={kd.teacher} beside the student; plan it with kd.cache.")
     if kd.loss not in ("dense", "forward_chunked", "fused"):
         raise ConfigError(f"a plan does not model kd.loss={kd.loss}; expected dense, forward_chunked or fused.")
     return {"method": kd.loss, "gradient": kd.gradient, "top_k": kd.top_k or 100, "strip_tokens": kd.strip_tokens}
