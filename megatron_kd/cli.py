@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import megatron_kd
 from megatron_kd import bench_commands as bench
+from megatron_kd import evaluate
 from megatron_kd import plan_commands as plan
 from megatron_kd import report_commands as report
 from megatron_kd.bridge import commands as train
@@ -64,7 +65,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-kd {megatron_kd.__version__}")
     subparsers = parser.add_subparsers(metavar="command", required=True)
-    for commands in (demo, cache, train, compare, plan, report, export, launch, bench):
+    for commands in (demo, cache, train, compare, plan, report, export, evaluate, launch, bench):
         commands.add_parser(subparsers)
     return parser
 

@@ -17,6 +17,7 @@ OURS = {
     "errors.py": set(),
     "stages.py": set(),
     "bench_commands.py": {"errors", "loss", "report"},
+    "evaluate.py": {"errors", "report"},
     "loss": {"errors", "loss", "bench_commands"},  # the last for `python -m megatron_kd.loss.bench` alone
     "cache": {"errors", "cache"},
     "teacher": {"errors", "teacher", "cache", "loss"},
