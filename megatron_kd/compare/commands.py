@@ -257,6 +257,8 @@ def _report(
     folder: Path,
     tolerance: float | None,
 ) -> int:
+    from megatron_kd.report.pages import compare_page
+
     found = [result for run in runs if (result := results.read_result(folder / run.folder)) is not None]
     missing = {run.name: failed.get(run.name, "not run yet") for run in runs}
     missing = {name: why for name, why in missing.items() if name not in {result["name"] for result in found}}
@@ -268,9 +270,10 @@ def _report(
     }
     results.write_json(folder / "compare.json", whole)
     results.write_csv(folder / "compare.csv", found)
+    compare_page(folder / "compare.html", whole, ["megatron-kd", *args.argv])
     if found:
         print("", results.step_table(found), "", results.summary_table(found), "", *results.absent(found), sep="\n")
-    print(f"{folder / 'compare.json'} and compare.csv")
+    print(f"{folder / 'compare.json'}, compare.csv and compare.html")
     difference = None if tolerance is None else _difference(args, found, tolerance)
     if difference:
         print(f"megatron-kd: not equal: {difference}", file=sys.stderr)

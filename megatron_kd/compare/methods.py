@@ -9,10 +9,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from typing import Any
 
 from megatron_kd.errors import ConfigError
 
@@ -138,7 +135,10 @@ def _values(argument: str) -> list[str]:
     return [f"{override.key_or_group}={value}" for value in override.sweep_string_iterator()]
 
 
-def _parsed(argument: str) -> Override:
+def _parsed(argument: str) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # not needed to show help
+    from hydra.errors import HydraException
+
     try:
         return OverridesParser.create().parse_override(argument)
     except HydraException as error:
