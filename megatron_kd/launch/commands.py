@@ -113,10 +113,12 @@ def make_job(args: argparse.Namespace) -> Any:
 
     settings, further = _at_dashes(args.overrides)
     refuse_secrets([*settings, *further])
+    _check_options(args)
     home, config_file = find_scripts(), args.config_file.absolute()
-    is_cache = "teacher" in read_yaml(config_file).tree
+    written = read_yaml(config_file).tree
+    is_cache = "teacher" in written
     gpus = args.gpus_per_node if args.gpus_per_node is not None else min(8, _gpus_in_name(config_file))
-    nodes = args.nodes or max(1, _gpus_in_name(config_file) // gpus)
+    nodes = args.nodes if args.nodes is not None else max(1, _gpus_in_name(config_file) // max(1, gpus))
     if nodes < 1 or gpus < 1:
         raise UserError(f"--nodes {nodes} --gpus-per-node {gpus}: expected at least 1 of each.")
     arguments = ["--config-file", str(config_file)]
@@ -126,6 +128,11 @@ def make_job(args: argparse.Namespace) -> Any:
         _refuse(args, "run_dir", "student", why="is for a run; this recipe builds a cache.")
         if args.compare:
             raise UserError("--compare is for a run; this recipe builds a cache.")
+        if args.corpus is None and not {"corpus", "sft"} & {*written, *(word.lstrip("-") for word in further)}:
+            raise UserError("a cache needs --corpus PREFIX, an indexed dataset without .bin or .idx.")
+        for setting in settings:
+            if not setting.lstrip("+~").startswith("model."):
+                raise UserError(f"{setting} is no setting of a teacher, which are model.*; options go after `--`.")
     else:
         name = f"{config_file.stem}-compare" if args.compare else config_file.stem
         run_dir = (args.run_dir or Path("runs") / name).absolute()
@@ -143,6 +150,21 @@ def make_job(args: argparse.Namespace) -> Any:
         options=_allocation(args, nodes, gpus),
         environment=_software(args, home),
     )
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """What Slurm would say after the job has been waiting, or in words of its own."""
+    if args.time is not None and not re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}", args.time):
+        raise UserError(f"--time {args.time}: expected minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS, such as 8:00:00.")
+    if args.array is not None and not re.fullmatch(r"\d+-\d+(:\d+)?(%\d+)?", args.array):
+        raise UserError(f"--array {args.array}: expected FROM-TO, such as 0-7, so that each job knows its share.")
+    for name in ("sbatch", "srun"):
+        for option in getattr(args, name):
+            if not option.startswith("-"):
+                raise UserError(f"--{name}={option}: expected an option with its dashes, such as --{name}=--{option}.")
+    for mount in args.mount:
+        if ":" not in mount:
+            raise UserError(f"--mount {mount}: expected HOST:CONTAINER, such as {mount}:{mount}.")
 
 
 def _at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
