@@ -66,4 +66,6 @@ def steps(run_dir: Path) -> dict[int, dict[str, float]]:
     """The run's curve; of a step that was made twice, the later."""
     path = run_dir / "history.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {line["step"]: {name: value for name, value in line.items() if "seconds" != name} for line in lines}
+    return {
+        line["step"]: {name: value for name, value in line.items() if not name.endswith("seconds")} for line in lines
+    }

@@ -102,6 +102,7 @@ def test_secrets_go_by_name_alone(cluster, whole):
         assert not path.is_file() or b"planted_secret" not in path.read_bytes(), path
 
 
+@pytest.mark.timeout(2400)  # five starts of two Megatron ranks, and those of the fixtures
 def test_a_run_with_its_plugs_pulled_ends_with_the_same_losses(cluster, inputs, whole):
     """Time limit's signal, SIGKILL of a rank, a node set down: each requeues, and it goes on from the checkpoint."""
     run_dir = inputs / "disturbed"
