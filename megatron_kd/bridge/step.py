@@ -9,7 +9,9 @@ to console, TensorBoard, W&B and MLflow.
 """
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -138,11 +140,19 @@ def reported_loss(
     return loss, count, report | output.watched
 
 
-def look_ahead(data_iterator: RerunDataIterator, feed: TeacherFeed) -> None:
-    """Put the reader's look-ahead under Bridge's rerun iterator, once. The chunks of a stage share one by a cache."""
+def look_ahead(data_iterator: RerunDataIterator | Iterator[dict[str, Any]], feed: TeacherFeed) -> None:
+    """Have rows read ahead: put the reader's look-ahead under Bridge's rerun iterator, once; where Bridge hands over a
+    list of micro-batches (dataloader type batch), look at those that come next. The chunks of a stage share one
+    iterator by a cache.
+    """
     shared = getattr(data_iterator, "cache", None)
     data_iterator = data_iterator if shared is None else shared.iterator
-    if feed.read_ahead and not isinstance(data_iterator.iterable, LookAhead):
+    if not feed.read_ahead:
+        return
+    if not isinstance(data_iterator, RerunDataIterator):
+        for batch in islice(copy(data_iterator), feed.read_ahead + 1):
+            feed.prefetch(batch)
+    elif not isinstance(data_iterator.iterable, LookAhead):
         data_iterator.iterable = LookAhead(data_iterator.iterable, feed)
 
 

@@ -159,8 +159,9 @@ class CacheFeed:
         )
 
     def prefetch(self, batch: dict[str, Any]) -> None:
-        """Start reading the rows of a host batch."""
-        self._pending[key_bytes(batch)] = self._pool.submit(self.read, batch)
+        """Start reading the rows of a host batch, if that has not begun."""
+        if key_bytes(batch) not in self._pending:
+            self._pending[key_bytes(batch)] = self._pool.submit(self.read, batch)
 
     def take(self, batch: dict[str, Any]) -> TeacherBatch:
         """Rows of a host batch: from the read-ahead if it is there (a rerun asks twice), else read now."""
