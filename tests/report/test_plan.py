@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_kd.cli import main
 from megatron_kd.loss import (
     TopK,
     VocabShard,
@@ -271,3 +272,11 @@ def test_every_published_point_says_why():
         assert figure in table
     (point,) = [point for point in points if point.what == "Loss alone, 32K: dense"]
     assert point.modelled * (1 << 30) == pytest.approx(29 * 32768 * 201088, rel=0.03)
+
+
+def test_the_command_without_megatron(capsys):
+    """The published points need no recipe; a wrong figure is refused before one is read."""
+    assert main(["plan", "--published"]) == 0
+    assert capsys.readouterr().out == published_table() + "\n"
+    assert main(["plan", "--recipe", "x", "--memory", "0"]) == 2
+    assert "--memory 0.0: expected GB above 0" in capsys.readouterr().err

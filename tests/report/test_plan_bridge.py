@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner on real recipes: parameters of the models Megatron builds, Bridge's own estimates, real CPU ranks."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from megatron_kd import dryrun
+from megatron_kd.cli import main
 from megatron_kd.report.plan_memory import activation_bytes, rank_memory, rank_parameters, state_bytes
 from megatron_kd.report.plan_shape import MACHINES, Run
 from megatron_kd.report.plan_time import step_flops
@@ -80,3 +82,21 @@ def test_ranks_hold_what_was_planned(layout, dtype, tmp_path):
         assert bytes_["weights"] == planned["weights"]
         assert 0 <= bytes_["gradients"] - planned["gradients"] < padding
         assert abs(bytes_["optimizer"] - planned["optimizer"]) < padding
+
+
+def test_the_command_writes_what_it_prints(tmp_path, capsys):
+    """From a recipe to files, with overrides and own figures; and what it refuses."""
+    recipe = ROOT / "recipes" / "llama32_3b_pretrain_1gpu_h200_bf16_kd_8k.yaml"
+    words = ["plan", "--config-file", str(recipe), "--gpus", "2", "--out", str(tmp_path), "--memory", "40"]
+    assert main([*words, "kd.loss=dense", "kd.top_k=20", "train.micro_batch_size=2"]) == 0
+    printed = capsys.readouterr().out
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    run = Run.from_dict(plan["run"])
+    assert (run.loss.method, run.loss.top_k, run.training.micro_batch, run.layout.data) == ("dense", 20, 2, 2)
+    assert plan["machine"]["memory"] == 40e9 and not plan["fits"] and "DOES NOT FIT (modelled)" in printed
+    assert plan["command"][1:] == [*words, "kd.loss=dense", "kd.top_k=20", "train.micro_batch_size=2"]
+    assert (tmp_path / "plan.html").exists() and (tmp_path / "plan.csv").exists()
+    assert main(["plan", "--config-file", str(recipe), "kd.teacher=/t"]) == 2
+    assert "a plan does not model kd.teacher=/t" in capsys.readouterr().err
+    assert main(["plan", "--config-file", str(recipe), "--gpus", "3", "train.global_batch_size=32"]) == 2
+    assert "train.global_batch_size=32" in capsys.readouterr().err
