@@ -10,6 +10,7 @@ Legend: S tokens of a sample, m spans of one sample.
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import xxhash
 from megatron.bridge.data import utils as bridge_data
+from megatron.bridge.data.builders import DirectHFSFTDatasetConfig, GPTSFTDatasetConfig
 from megatron.bridge.data.loaders import get_train_valid_test_num_samples
 from megatron.bridge.training.tokenizers.tokenizer import build_tokenizer
 from megatron.core.datasets.blended_dataset import BlendedDataset
@@ -56,9 +58,10 @@ class KeyedDataset(Dataset):
 
 
 @contextlib.contextmanager
-def keyed_datasets(on_built: Callable[[list[KeyedDataset | None]], None]) -> Iterator[None]:
+def keyed_datasets(on_built: Callable[[list[Dataset | None]], None]) -> Iterator[None]:
     """While active, Bridge builds its GPT datasets as it always does and hands them on as `KeyedDataset`.
 
+    Fine-tuning datasets stay as they are: what their sequences are is found by the tokens (sft.py).
     ``cfg.dataset`` stays the stock dataclass, so every check Bridge makes on it still runs and the saved configuration
     holds nothing of ours. Bridge offers no other seam: a subclass of ``GPTDatasetConfig`` is built by the stock
     builder, and a ``DatasetProvider`` loses the checks. ``on_built`` receives the three datasets (None where a split
@@ -66,6 +69,15 @@ def keyed_datasets(on_built: Callable[[list[KeyedDataset | None]], None]) -> Ite
     """
     registry = bridge_data._REGISTRY
     stock = dict(registry)
+
+    def announced(provider: Callable) -> Callable:
+        @functools.wraps(provider)  # Bridge looks at the signature to see what a provider wants
+        def build(*args: Any, **kwargs: Any) -> tuple[Dataset | None, ...]:
+            built = tuple(provider(*args, **kwargs))
+            on_built(list(built))
+            return built
+
+        return build
 
     def keyed(provider: Callable) -> Callable:
         def build(train_val_test_num_samples: list[int], dataset_config: Any) -> tuple[KeyedDataset | None, ...]:
@@ -78,6 +90,7 @@ def keyed_datasets(on_built: Callable[[list[KeyedDataset | None]], None]) -> Ite
 
     gpt = bridge_data.pretrain_train_valid_test_datasets_provider
     registry.update({config: keyed(gpt) for config, provider in stock.items() if provider is gpt})
+    registry.update({config: announced(stock[config]) for config in (GPTSFTDatasetConfig, DirectHFSFTDatasetConfig)})
     try:
         yield
     finally:

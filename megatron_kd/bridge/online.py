@@ -21,12 +21,12 @@ import torch
 from megatron.bridge import AutoBridge
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
+from torch.utils.data import Dataset
 
 from megatron_kd.bridge.config import KDConfigContainer
-from megatron_kd.bridge.dataset import KeyedDataset
 from megatron_kd.bridge.output import DivergenceOutput
 from megatron_kd.bridge.step import KDForwardStep, WithProcessor
-from megatron_kd.bridge.teacher_feed import SYNTHETIC, TeacherBatch
+from megatron_kd.bridge.teacher_feed import SYNTHETIC, TeacherBatch, every_position
 from megatron_kd.bridge.teacher_output import Probe, Selector
 from megatron_kd.errors import ConfigError
 from megatron_kd.loss import TeacherRows, TopK
@@ -86,10 +86,10 @@ class OnlineFeed:
         }
         self._select = partial(Selector(self.vocab_size, options), None)
         self._model: MegatronModule | None = None
-        self.partition: Callable[[int], np.ndarray] = np.arange
-        """Which positions of a sample this context-parallel rank computes; set by the step."""
+        self.partition: Callable[[dict[str, Any]], np.ndarray] = every_position
+        """Which positions of a batch's rows this context-parallel rank computes; set by the step."""
 
-    def bind(self, datasets: list[KeyedDataset | None]) -> None:
+    def bind(self, datasets: list[Dataset | None]) -> None:
         """Build the teacher. All ranks come here when the student is built and before the first batch."""
         with _unchanged_random_numbers():
             (self._model,) = teacher_provider(self.cfg, self.prepare).provide_distributed_model(wrap_with_ddp=False)
@@ -106,7 +106,7 @@ class OnlineFeed:
     def take(self, batch: dict[str, Any]) -> TeacherBatch:
         """The weights of a host batch's tokens; the teacher's rows follow in `see`."""
         mask = batch["loss_mask"]
-        positions = torch.from_numpy(self.partition(mask.shape[1]))
+        positions = torch.from_numpy(self.partition(batch))
         return TeacherBatch(None, mask[:, positions].T.float().contiguous())
 
     def see(self, batch: dict[str, Any]) -> TopK:

@@ -39,6 +39,8 @@ import math
 import os
 from collections.abc import Callable
 
+from megatron.bridge.data.builders import DirectHFSFTDatasetConfig, GPTSFTDatasetConfig
+from megatron.bridge.data.builders.gpt_sft import FinetuningDatasetConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.training.checkpointing import checkpoint_exists
 from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig, MockGPTDatasetConfig
@@ -104,7 +106,20 @@ def _other_model(cfg: ConfigContainer) -> str | None:
 
 def _other_dataset(cfg: ConfigContainer) -> str | None:
     kind = type(cfg.dataset)  # exactly, since a subclass gives other samples
-    return None if kind in (GPTDatasetConfig, MockGPTDatasetConfig) else f"dataset {kind.__name__}"
+    return None if kind in _DATASETS else f"dataset {kind.__name__}"
+
+
+def _examples_see_each_other(cfg: ConfigContainer) -> str | None:
+    options = getattr(cfg.dataset, "dataset_kwargs", None) or {}
+    return None if options.get("return_cu_seqlen", True) else "dataset.dataset_kwargs.return_cu_seqlen=False"
+
+
+def _uncut_sequences(cfg: ConfigContainer) -> str | None:
+    """Each packed sequence is cut for the context-parallel ranks, so it must be padded to what can be cut."""
+    specs, size = getattr(cfg.dataset, "offline_packing_specs", None), cfg.model.context_parallel_size
+    if specs is None or size == 1 or (specs.pad_seq_to_mult or 1) % (2 * size) == 0:
+        return None
+    return f"dataset.offline_packing_specs.pad_seq_to_mult={specs.pad_seq_to_mult} at CP={size}"
 
 
 def _confused_stages(cfg: ConfigContainer) -> str | None:
@@ -142,6 +157,13 @@ def _teacher_beside(section: str, name: str, off: tuple) -> _Finder:
     return find
 
 
+_DATASETS = (
+    GPTDatasetConfig,
+    MockGPTDatasetConfig,
+    GPTSFTDatasetConfig,
+    FinetuningDatasetConfig,
+    DirectHFSFTDatasetConfig,
+)
 _CACHE_INSTEAD = "a cache of the teacher (kd.cache) instead"
 _SCHEDULE_PLAN = "false: it needs a schedule plan (return_schedule_plan)"
 _OWN_WGRAD = "false: the loss computes the head's weight gradient itself"
@@ -151,7 +173,13 @@ _UNSUPPORTED: tuple[tuple[_Finder, str], ...] = (
     (_on("model", "final_logit_softcapping"), "null: logits must be the head's weight times the hidden state"),
     (_on("model", "use_mup"), "false: logits must be the head's weight times the hidden state"),
     (_on("dataset", "dataloader_type", off=(None, "single", "cyclic", "batch")), "single, cyclic or batch"),
-    (_other_dataset, "GPTDatasetConfig, as pre-training recipes have; SFT and packed sequences are not supported yet"),
+    (
+        _other_dataset,
+        "GPTDatasetConfig, or GPTSFTDatasetConfig or DirectHFSFTDatasetConfig with text",
+    ),
+    (_examples_see_each_other, "true: a cache holds what the teacher says of each example alone"),
+    (_uncut_sequences, "a multiple of 2 * CP"),
+    (_on("dataset", "defer_in_batch_packing_to_step"), "false"),
     (_confused_stages, "model.overlap_p2p_comm=true with model.batch_p2p_comm=false, or a comm_overlap section"),
     (_mean_of_means, "true, and ddp.average_in_collective=false, so that the loss is a sum over tokens divided once"),
     (_averaged_twice, "false: the sum over tokens is divided by their number already"),

@@ -9,6 +9,7 @@ to console, TensorBoard, W&B and MLflow.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from itertools import islice
@@ -27,6 +28,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank, unwrap_model
 from megatron_kd.bridge.config import KDConfig
 from megatron_kd.bridge.dataset import KEY
 from megatron_kd.bridge.output import DivergenceOutput
+from megatron_kd.bridge.sft import BOUNDARIES
 from megatron_kd.bridge.teacher_feed import LookAhead, TeacherFeed
 from megatron_kd.bridge.watch import LossMeter
 from megatron_kd.loss import LossSums
@@ -67,7 +69,7 @@ class KDForwardStep:
             output.teacher = self.feed.take(batch)
 
         if last_stage:
-            self.feed.partition = partial(cp_positions, group=groups.cp)
+            self.feed.partition = partial(batch_positions, group=groups.cp, device=next(model.parameters()).device)
             look_ahead(data_iterator, self.feed)
         batches = WithoutKey(data_iterator, keep_rows if last_chunk else None)
         tensor, _ = gpt_step.forward_step(state, batches, self.processed(model, output), return_schedule_plan)
@@ -154,6 +156,23 @@ def look_ahead(data_iterator: RerunDataIterator | Iterator[dict[str, Any]], feed
             feed.prefetch(batch)
     elif not isinstance(data_iterator.iterable, LookAhead):
         data_iterator.iterable = LookAhead(data_iterator.iterable, feed)
+
+
+def batch_positions(
+    batch: dict[str, Any], *, group: torch.distributed.ProcessGroup, device: torch.device
+) -> np.ndarray:
+    """Positions of a batch's rows that this context-parallel rank computes, by Megatron's own partition: int64 [n].
+
+    Of packed sequences each is cut by itself, by a kernel that wants them on the device.
+    """
+    length = batch["tokens"].shape[1]
+    if group.size() == 1 or batch.get("cu_seqlens_q") is None:
+        return cp_positions(length, group=group)
+    stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+    with stream:  # of its own: what the model has queued need not be waited for
+        packed = {name: batch[name] for name in BOUNDARIES if batch.get(name) is not None}
+        packed["positions"] = torch.arange(length, device=device).unsqueeze(0)
+        return gpt_step._partition_packed_batch_for_cp(packed, group)["positions"][0].cpu().numpy()
 
 
 def cp_positions(length: int, *, group: torch.distributed.ProcessGroup) -> np.ndarray:

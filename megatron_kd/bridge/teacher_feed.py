@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import Dataset
 
 from megatron_kd.bridge.bad_blocks import BadBlocks
@@ -35,6 +36,7 @@ from megatron_kd.bridge.dataset import (
     runs,
     sample_identity,
 )
+from megatron_kd.bridge.sft import BOUNDARIES, ExampleRows, Place
 from megatron_kd.cache import CacheReader, Corpus, CorruptBlock, Rows, check_echo
 from megatron_kd.loss import TopK
 
@@ -114,8 +116,9 @@ class CacheFeed:
         self.wait_seconds = 0.0
         """Time the training loop spent waiting for teacher rows, since the start."""
         self._resolvers: dict[int, tuple[Dataset, list[tuple[CacheReader, Callable[[int], np.ndarray]]]]] = {}
-        self.partition: Callable[[int], np.ndarray] = np.arange
-        """Which positions of a sample of S this context-parallel rank computes; set by the step."""
+        self._examples: ExampleRows | None = None
+        self.partition: Callable[[dict[str, Any]], np.ndarray] = every_position
+        """Which positions of a batch's rows this context-parallel rank computes; set by the step."""
         self._pending: dict[bytes, Future] = {}
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kd-read")
         for reader in readers:
@@ -126,16 +129,20 @@ class CacheFeed:
                     f"{readers[0].path} and {reader.manifest.vocab_real} in {reader.path}."
                 )
 
-    def bind(self, datasets: list[KeyedDataset | None]) -> None:
+    def bind(self, datasets: list[Dataset | None]) -> None:
         """Match each split's corpora with the caches, checking identities.
 
         Raises:
-            TeacherDataError: If no cache belongs to a corpus of the training split.
+            TeacherDataError: If no cache belongs to a corpus, or to the examples, of the training split.
             IdentityMismatch: If a cache is of other samples or of another tokenizer.
         """
         for reader in self.readers:
             if self.tokenizer is not None:
                 reader.expect(tokenizer=self.tokenizer)
+        if not all(isinstance(dataset, KeyedDataset) for dataset in datasets if dataset is not None):
+            self._examples = ExampleRows(self.readers)
+            self._examples.check(datasets)
+            return
         for keyed in datasets:
             if keyed is not None:
                 parts = [self._resolver(keyed.dataset, part, keyed.split) for part in corpus_parts(keyed.dataset)]
@@ -175,20 +182,18 @@ class CacheFeed:
         """Read, echo-check and lay out the rows of one host batch.
 
         Args:
-            batch: The collated items of the dataset: tokens and loss_mask [B, S], kd_key [B, 2].
+            batch: The collated items of the dataset: tokens and loss_mask [B, S]; kd_key [B, 2] of pretraining data.
 
         Raises:
             CacheError: If a block is damaged, a shard is missing, or the stored tokens are not the batch's.
             TeacherDataError: If a position with loss has no teacher row.
         """
-        samples = [
-            self._read_sample(split, index, tokens, mask)
-            for (split, index), tokens, mask in zip(
-                batch[KEY].tolist(), batch["tokens"].numpy(), batch["loss_mask"].numpy(), strict=True
-            )
-        ]
+        tokens, masks = batch["tokens"].numpy(), batch["loss_mask"].numpy()
+        places = self._keyed(batch) if KEY in batch else self._examples.places(batch)
+        positions = self.partition(batch)
+        rows = [self._read_row(*row, positions) for row in zip(places, tokens, masks, strict=True)]
         ids, logprobs, log_tail, weight, lost, cut, absent = (
-            torch.from_numpy(np.stack(x, axis=1)) for x in zip(*samples, strict=True)
+            torch.from_numpy(np.stack(x, axis=1)) for x in zip(*rows, strict=True)
         )
         cut &= weight != 0
         if self.context == "exact":
@@ -196,28 +201,40 @@ class CacheFeed:
         rows = TeacherBatch(TopK(ids, logprobs, log_tail), weight, cut=cut, absent=absent)
         return rows if self.bad_blocks.policy == "raise" else rows.without(lost & (weight != 0))
 
-    def _read_sample(self, split: int, index: int, tokens: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, ...]:
-        dataset, parts = self._resolvers[split]
-        part, inner = locate(dataset, index)
-        reader, spans = parts[part]
-        positions = self.partition(len(tokens))
-        found = spans(inner)
-        coords = coordinates(found, len(tokens))[positions]
-        where = f"{SPLITS[split]} sample {index} of {reader.path}"
+    def _keyed(self, batch: dict[str, Any]) -> Iterator[Place]:
+        """Where the rows of each sample of pretraining data lie."""
+        length = batch["tokens"].shape[1]
+        for split, index in batch[KEY].tolist():
+            dataset, parts = self._resolvers[split]
+            part, inner = locate(dataset, index)
+            reader, spans = parts[part]
+            found = spans(inner)
+            where = f"{SPLITS[split]} sample {index} of {reader.path}"
+            yield Place(reader, coordinates(found, length), where, spans.pad_token, spans.cut(found))
+
+    def _read_row(
+        self, place: Place, tokens: np.ndarray, mask: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, ...]:
+        coords, where = place.coords[positions], place.where
         present = coords != ABSENT
         weight = mask[positions].astype(np.float32)
         if np.any(weight[~present] != 0):
             raise TeacherDataError(
                 f"{where}: {int((weight[~present] != 0).sum())} positions with loss have no teacher row."
             )
-        rows, lost = self._read_rows(reader, coords, present)
+        rows, lost = self._read_rows(place.reader, coords, present)
         present &= ~lost
         absent = np.zeros(len(positions), dtype=bool)
         absent[present] = ~np.isfinite(rows.logprobs[:, 0])  # a row without even one entry says: no teacher here
         absent &= weight != 0
+        if place.complete and absent.any():
+            raise TeacherDataError(
+                f"{where}: {int(absent.sum())} positions carry loss here but did not when the cache was built, so it "
+                "has no rows for them. Build it with this run's loss mask (dataset.preprocessing.loss_mode)."
+            )
         weight[absent] = 0
         echo = rows.tokens.astype(np.int64)
-        echo[echo == spans.pad_token] = 0  # as GPTDataset does with its padding token
+        echo[echo == place.pad_token] = 0  # as GPTDataset does with its padding token
         check_echo(echo, tokens[positions][present], where=where)
         return (
             spread(rows.ids, present, ABSENT),
@@ -225,7 +242,7 @@ class CacheFeed:
             spread(rows.log_tail, present, 0.0),
             weight,
             lost,
-            positions < spans.cut(found),
+            positions < place.cut,
             absent,
         )
 
@@ -253,28 +270,30 @@ class SyntheticFeed:
     def __init__(self, *, top_k: int | None, vocab_size: int):
         self.top_k = min(top_k or 100, vocab_size - 1)
         self.vocab_size = vocab_size
-        self.partition: Callable[[int], np.ndarray] = np.arange
+        self.partition: Callable[[dict[str, Any]], np.ndarray] = every_position
         logger.warning("kd.cache=synthetic: the teacher's rows are made up; the KD loss of this run means nothing.")
 
-    def bind(self, datasets: list[KeyedDataset | None]) -> None:
+    def bind(self, datasets: list[Dataset | None]) -> None:
         """Nothing to match."""
 
     def take(self, batch: dict[str, Any]) -> TeacherBatch:
         """As `CacheFeed.take`."""
+        seeds = batch[KEY][:, 1] if KEY in batch else batch["tokens"].sum(1)
+        positions = self.partition(batch)
         samples = [
-            self._sample(index, mask) for (_, index), mask in zip(batch[KEY].tolist(), batch["loss_mask"], strict=True)
+            self._sample(seed, mask, positions) for seed, mask in zip(seeds.tolist(), batch["loss_mask"], strict=True)
         ]
         ids, logprobs, log_tail, weight = (torch.stack(x, dim=1) for x in zip(*samples, strict=True))
         return TeacherBatch(TopK(ids, logprobs, log_tail), weight)
 
-    def _sample(self, index: int, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        generator = torch.Generator().manual_seed(index)
+    def _sample(self, seed: int, mask: torch.Tensor, positions: np.ndarray) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(seed)
         length = len(mask)
         start = torch.randint(self.vocab_size, (length, 1), generator=generator)
         ids = (start + torch.arange(self.top_k)) % self.vocab_size
         buckets = torch.randn(length, self.top_k + 1, generator=generator).mul(2).log_softmax(-1)
         rows = (ids.int(), buckets[:, :-1], buckets[:, -1], mask.float())
-        return tuple(x[torch.from_numpy(self.partition(length))] for x in rows)
+        return tuple(x[torch.from_numpy(positions)] for x in rows)
 
 
 TeacherFeed = CacheFeed | SyntheticFeed
@@ -305,8 +324,19 @@ class LookAhead:
 
 
 def key_bytes(batch: dict[str, Any]) -> bytes:
-    """Hashable form of a batch's keys."""
-    return batch[KEY].numpy().tobytes()
+    """What tells a batch from others: its keys, or its tokens and which of them carry loss."""
+    if KEY in batch:
+        return batch[KEY].numpy().tobytes()
+    digest = xxhash.xxh3_128()
+    for name in ("tokens", "loss_mask", *BOUNDARIES):
+        if batch.get(name) is not None:
+            digest.update(batch[name].contiguous().numpy())
+    return digest.digest()
+
+
+def every_position(batch: dict[str, Any]) -> np.ndarray:
+    """All positions of a batch's rows."""
+    return np.arange(batch["tokens"].shape[1])
 
 
 def spread(rows: np.ndarray, present: np.ndarray, fill: float) -> np.ndarray:

@@ -31,6 +31,10 @@ examples:
       --corpus data/train_text_document --out caches/train \\
       model.tensor_model_parallel_size=8 model.sequence_parallel=true model.expert_model_parallel_size=8
 
+  # prompts and answers, or chats, of a fine-tuning run
+  megatron-kd cache build --teacher ./gpt-oss-20b --dtype bfloat16 --sft run.yaml --out caches/chat
+  srun megatron-kd train --config-file run.yaml kd.cache=caches/chat
+
   # the same in vLLM; what it is asked, and why, is told in megatron_kd/teacher/vllm.py
   megatron-kd cache build --engine vllm --teacher openai/gpt-oss-120b --dtype bfloat16 \\
       --corpus data/train_text_document --out caches/train model.tensor_parallel_size=8
@@ -111,6 +115,13 @@ def add_build(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace
         "megatron",
     )
     parser.add_argument("--corpus", metavar="PREFIX", help="Megatron indexed dataset, without .bin/.idx")
+    parser.add_argument(
+        "--sft",
+        type=Path,
+        metavar="RUN.yaml",
+        help="instead of --corpus: the fine-tuning data of the run that this file configures (as for `train "
+        "--config-file`), each example as that run will see it",
+    )
     parser.add_argument("--out", type=cache_path, metavar="DIR", help=f"{CACHE}; made, or continued")
     group = add_teacher_options(parser, required=False)
     group.add_argument(

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from megatron_kd.cache.corpus import FirstUnits, UnitSource
 from megatron_kd.cache.errors import BadSetting
+from megatron_kd.cache.examples import encode, publish_table
 from megatron_kd.cache.manifest import Manifest, make_manifest
 from megatron_kd.cache.writer import CacheWriter
 from megatron_kd.teacher.errors import TeacherError
@@ -95,6 +96,8 @@ class Build:
         replica, replicas = self.teacher.replica
         share = (writer[0] * replicas + replica, writer[1] * replicas)
         cache = CacheWriter(self.out, self.manifest, self.tiles) if self.teacher.writes else None
+        if cache is not None and hasattr(self.units, "table"):
+            publish_table(cache.store, encode(self.units.table))
         todo = self.teacher.agree(None if cache is None else cache.todo())
         _write_tiles(self, cache, _Tiles(self.tiles, todo, share), progress=progress)
         return self.out

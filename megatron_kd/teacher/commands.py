@@ -86,10 +86,12 @@ def merged(args: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, Any]
     if wrong := sorted(set(tree) - {"model"}):
         raise ConfigError(f"{wrong[0]}= is no setting of a teacher: options start with --, others with model.")
     settings = {**settings, **tree.get("model", {})}
-    for name in ("teacher", "corpus", "out"):
+    for name in ("teacher", "out", *([] if args.sft else ["corpus"])):
         if getattr(args, name) is None:
             raise ConfigError(f"--{name} is missing; give it on the command line, or `{name}:` in --config-file.")
     return args, settings
+    if args.sft and (args.corpus or args.continues):
+        raise ConfigError("--sft takes the data of a fine-tuning run; --corpus and --continues are for pre-training.")
 
 
 def _words(parser: argparse.ArgumentParser, key: str, value: Any, source: str) -> Iterator[str]:
@@ -133,12 +135,9 @@ def _build(
 ) -> None:
     from megatron_kd.teacher.build import prepare_build
 
-    units: UnitSource = DocumentUnits(Corpus(args.corpus))
-    if args.continues is not None:
-        units = LaterUnits.after(units, load_manifest(args.continues))
     build = prepare_build(
         teacher,
-        units,
+        _units(args, progress=args.progress if progress is None else progress),
         args.out,
         temperatures=args.temperature,
         **_options(args, _BUILDING),
@@ -168,6 +167,19 @@ def _rendezvous_of_slurm() -> None:
     from megatron.bridge.utils.common_utils import get_master_addr_safe, get_master_port_safe
 
     os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"]
+def _units(args: argparse.Namespace, *, progress: bool) -> UnitSource:
+    """What the teacher is to see: documents of --corpus, or the examples of the run that --sft configures."""
+    if args.sft is not None:
+        from megatron_kd.bridge.config import load_config
+        from megatron_kd.bridge.sft import example_units
+        from megatron_kd.bridge.train import run_tokenizer
+
+        cfg, _ = load_config(config_file=args.sft)
+        return example_units(cfg, run_tokenizer(cfg), progress=progress)
+    units: UnitSource = DocumentUnits(Corpus(args.corpus))
+    return units if args.continues is None else LaterUnits.after(units, load_manifest(args.continues))
+
+
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
     os.environ.setdefault("MASTER_ADDR", get_master_addr_safe())
     os.environ.setdefault("MASTER_PORT", str(get_master_port_safe()))

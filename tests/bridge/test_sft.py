@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning data: every position with loss meets the row of the tokens before it, packed or not, at any layout."""
+
+import numpy as np
+import pytest
+
+from megatron_kd.dryrun import RankFailed, run_ranks
+from tests.bridge import sft
+
+LOSSES = ("lm loss", "kd loss", "total loss", "grad norm")
+EXAMPLES = len(sft.ANSWERS) + 1
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sft")
+    found = run_ranks(sft.make_caches, 1, args=(root,))[0]
+    assert found["pairs"] == EXAMPLES - 1 + 4 and found["long"] == found["pairs"] + 2  # training and validation
+    return root
+
+
+def steps(root, data, world_size, **kwargs):
+    """Losses and gradient norms [steps, 4] of the last rank."""
+    report = run_ranks(sft.distil_sft, world_size, args=(root, data), kwargs=kwargs)[-1]
+    return np.array([[step[name] for name in LOSSES] for step in report])
+
+
+def test_one_cache_serves_unpacked_offline_packed_and_in_batch_packed_data(data):
+    """The cache is of the unpacked data. Answers without a word, with one, too long; an example that stands twice."""
+    found = run_ranks(sft.check_all_batches, 1, args=(data,))[0]
+    loss = sum(sft.ANSWERS) + sft.ANSWERS[1] + EXAMPLES  # after each answer its end
+    for packing in (None, "offline", "in_batch"):
+        assert found["pairs", packing]["rows"] == loss
+        assert found["long", packing]["rows"] == loss + sft.TOO_LONG + 1
+        assert found["long", packing]["longest"] == sft.SEQ_LENGTH - 1
+    assert found["pairs", "offline"]["packed"] < EXAMPLES / 2
+
+
+def whole(root, packing, cp):
+    """One step over all of the data."""
+    batch = {"global_batch": EXAMPLES}
+    if packing == "offline":
+        count = run_ranks(sft.count_items, 1, args=(root, "pairs"), kwargs={"packing": packing, "cp": cp})[0]
+        batch = {"global_batch": count}
+    elif packing == "in_batch":
+        batch |= {"micro_batch": EXAMPLES // 2}
+    return steps(root, "pairs", cp, packing=packing, cp=cp, steps=1, **batch)
+
+
+@pytest.mark.slow
+def test_packed_as_unpacked_and_two_context_parallel_ranks_as_one(data):
+    first, *others = (whole(data, packing, cp) for cp in (1, 2) for packing in (None, "offline", "in_batch"))
+    for other in others:
+        np.testing.assert_allclose(other, first, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_killed_packed_run_ends_alike_at_another_data_parallel_size(data, tmp_path):
+    """Packed offline, on two context-parallel ranks, shuffled; the kill is in the middle of the second epoch."""
+    run = {"packing": "offline", "cp": 2, "steps": 4, "global_batch": 2}
+    first = steps(data, "pairs", 2, **run)
+    with pytest.raises(RankFailed, match="exit code -9"):
+        steps(data, "pairs", 4, run_dir=tmp_path / "run", kill_after=3, **run)
+    resumed = steps(data, "pairs", 2, run_dir=tmp_path / "run", **run)
+    np.testing.assert_allclose(resumed, first[2:], atol=1e-5, rtol=0)
+
+
+def test_a_cache_of_other_examples_is_refused_before_the_first_step(data):
+    with pytest.raises(RankFailed, match="is none of the cache's examples"):
+        run_ranks(sft.distil_sft, 1, args=(data, "long"), kwargs={"cache": "chats-cache", "steps": 1})
