@@ -74,7 +74,14 @@ def iteration_folder(checkpoint: Path, iteration: int | None) -> Path:
         raise UserError(
             f"checkpoint: {checkpoint} has no iteration{'' if iteration is None else f' {iteration}'}; it has {have}."
         )
-    return found[max(found) if iteration is None else iteration]
+    return found[_newest(checkpoint, found) if iteration is None else iteration]
+
+
+def _newest(checkpoint: Path, found: dict[int, Path]) -> int:
+    """The last that was finished: a run killed while it saved leaves a folder beyond it that lacks parts."""
+    tracker = checkpoint / "latest_checkpointed_iteration.txt"
+    finished = tracker.read_text().strip() if tracker.exists() else ""
+    return int(finished) if finished.isdigit() and int(finished) in found else max(found)
 
 
 def _saved_settings(saved: Path) -> dict[str, Any]:
@@ -91,7 +98,10 @@ def _bridge(reference: str, settings: dict[str, Any]) -> AutoBridge:
     """The exporter. It goes by the reference's files, which lack the head of a model that was trained untied from a
     tied one, so that such a model, and the reverse, goes by a configuration that is put right instead.
     """
-    config = AutoConfig.from_pretrained(reference)
+    try:
+        config = AutoConfig.from_pretrained(reference)
+    except (OSError, ValueError) as error:
+        raise UserError(f"reference: {reference} cannot be read: {error} Give --reference FOLDER.") from error
     tied = (settings.get("model") or {}).get("share_embeddings_and_output_weights")
     if tied is None or bool(tied) == bool(config.get_text_config().tie_word_embeddings):
         return AutoBridge.from_hf_pretrained(reference)

@@ -6,6 +6,7 @@ text of README.md. Only what was recorded is said. Costs the reading of two smal
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,17 @@ import megatron_kd
 from megatron_kd.cache import CacheReader
 from megatron_kd.errors import UserError
 
-_KD = ("divergence", "kd_weight", "ce_weight", "temperature", "top_k", "loss", "gradient", "context")
+_KD = (
+    "divergence",
+    "kd_weight",
+    "ce_weight",
+    "temperature",
+    "top_k",
+    "cache_weights",
+    "loss",
+    "gradient",
+    "context",
+)
 _LAYOUT = {
     "TP": "tensor_model_parallel_size",
     "PP": "pipeline_model_parallel_size",
@@ -25,8 +36,7 @@ _TEXT = """\
 ---
 library_name: transformers
 pipeline_tag: text-generation
-base_model: {reference}
-tags:
+{base}tags:
 - knowledge-distillation
 - megatron-bridge
 ---
@@ -39,8 +49,15 @@ tags:
 {rows}
 
 Losses are token-weighted means of one step's batch, not of held-out text. `megatron-kd export` wrote this file from
-what the run recorded; what the model is good for was not measured here (`megatron-kd evaluate` does that). Licences
-of the model it started from and of its teacher apply.
+what the run recorded, and from the cache as it was then; what the model is good for was not measured here
+(`megatron-kd evaluate` does that). Licences of the model it started from and of its teacher apply.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/{name}")
+tokenizer = AutoTokenizer.from_pretrained("path/to/{name}")
+```
 """
 
 
@@ -54,13 +71,19 @@ def model_card(name: str, reference: str, saved: Path, settings: dict[str, Any])
         settings: its ``run_config.yaml``; empty if there is none.
     """
     kd = settings.get("kd") or {}
-    rows = {"started from": reference, "checkpoint": saved.name, **_teacher(kd)}
+    rows: dict[str, Any] = {"started from": reference, "checkpoint": saved.name, **_teacher(kd)}
     rows |= {f"kd.{key}": kd[key] for key in _KD if kd.get(key) is not None}
     rows |= _training(settings) | _losses(saved)
     rows["written by"] = f"megatron_kd {megatron_kd.__version__}"
     what = "A student distilled from its teacher" if kd else "A model trained with Megatron's default loss"
-    lines = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows.items())
-    return _TEXT.format(reference=reference, name=name, what=f"{what} in Megatron-Bridge.", rows=lines)
+    lines = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows.items() if value is not None)
+    return _TEXT.format(base=_base_model(reference), name=name, what=f"{what} in Megatron-Bridge.", rows=lines)
+
+
+def _base_model(reference: str) -> str:
+    """A line of the front matter; the hub takes names of its own there and refuses a card with a folder's path."""
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", reference) and not Path(reference).exists()
+    return f"base_model: {reference}\n" if on_hub else ""
 
 
 def _cell(value: Any) -> str:
@@ -75,7 +98,7 @@ def _teacher(kd: dict[str, Any]) -> dict[str, str]:
     for number, path in enumerate([paths] if isinstance(paths, str) else paths, start=1):
         suffix = f" {number}" if number > 1 else ""
         try:
-            manifest = CacheReader(Path(path)).manifest
+            manifest = CacheReader(Path(path), wait_s=0).manifest
         except (UserError, OSError):
             rows[f"cache{suffix}"] = f"{path}; it could not be read when this card was written"
             continue
@@ -112,11 +135,19 @@ def _training(settings: dict[str, Any]) -> dict[str, Any]:
 def _losses(saved: Path) -> dict[str, str]:
     """Of the checkpoint's step, if the run kept its curve."""
     path, step = saved.parent.parent / "history.jsonl", int(saved.name.removeprefix("iter_") or 0)
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    text = path.read_text().splitlines() if path.exists() else ()
     return {
         f"{name} at step {step}": f"{line[name]:.4f}"
-        for line in lines
+        for line in map(_parsed, text)
         if line.get("step") == step
         for name in ("kd loss", "lm loss", "total loss")
         if name in line
     }
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """Nothing, of a line that a killed run did not finish."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return {}

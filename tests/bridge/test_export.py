@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_kd import cli
 from megatron_kd.cache import CacheReader
@@ -48,7 +49,8 @@ def test_the_exported_model_has_the_students_logits(world, llama, tmp_path, case
     tied = json.loads((tmp_path / "out" / "config.json").read_text()).get("tie_word_embeddings")
     assert tied == case.startswith("tied")
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"base_model: {inputs[0]}" in card and CacheReader(world.cache).manifest.digest() in card
+    assert yaml.safe_load(card.split("---\n")[1])["library_name"] == "transformers"
+    assert f"| started from | {inputs[0]} |" in card and CacheReader(world.cache).manifest.digest() in card
     for key, value in {"teacher": "made-up, revision 1", "kd.divergence": "jsd", "checkpoint": "iter_0000002"}.items():
         assert re.search(rf"^\| {key} \| {value}", card, re.M), card
 
@@ -57,11 +59,13 @@ def test_the_command_exports_a_runs_folder_and_names_what_is_wrong(world, tmp_pa
     run_dir, out = tmp_path / "run", tmp_path / "out"
     kwargs = {"kd": KD | {"cache": str(world.cache)}, "steps": 2, "run_dir": run_dir / "checkpoints"}
     run_ranks(distil, 1, args=world.inputs, kwargs=kwargs)
+    (run_dir / "checkpoints" / "iter_0000003").mkdir()  # as a run leaves it that is killed while it saves
     asked = ["export", "--run-dir", str(run_dir), "--out", str(out)]
     assert cli.main([*asked, "--iteration", "7"]) == 2
-    assert "has no iteration 7; it has 2" in capsys.readouterr().err
+    assert "has no iteration 7; it has 2, 3" in capsys.readouterr().err
     assert cli.main(asked) == 0  # the reference is the model that the run started from
     assert "GptOssForCausalLM" in capsys.readouterr().out
+    assert "| checkpoint | iter_0000002 |" in (out / "README.md").read_text()
     assert {"config.json", "tokenizer.json", "README.md"} <= {path.name for path in out.iterdir()}
     assert cli.main(asked) == 2
     assert "already holds a model" in capsys.readouterr().err
