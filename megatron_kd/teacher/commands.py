@@ -89,9 +89,9 @@ def merged(args: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, Any]
     for name in ("teacher", "out", *([] if args.sft else ["corpus"])):
         if getattr(args, name) is None:
             raise ConfigError(f"--{name} is missing; give it on the command line, or `{name}:` in --config-file.")
-    return args, settings
     if args.sft and (args.corpus or args.continues):
         raise ConfigError("--sft takes the data of a fine-tuning run; --corpus and --continues are for pre-training.")
+    return args, settings
 
 
 def _words(parser: argparse.ArgumentParser, key: str, value: Any, source: str) -> Iterator[str]:
@@ -158,15 +158,6 @@ def _build(
         )
 
 
-def _options(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in names}
-
-
-def _rendezvous_of_slurm() -> None:
-    """What torch.distributed wants to know, from what srun says."""
-    from megatron.bridge.utils.common_utils import get_master_addr_safe, get_master_port_safe
-
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"]
 def _units(args: argparse.Namespace, *, progress: bool) -> UnitSource:
     """What the teacher is to see: documents of --corpus, or the examples of the run that --sft configures."""
     if args.sft is not None:
@@ -180,6 +171,15 @@ def _units(args: argparse.Namespace, *, progress: bool) -> UnitSource:
     return units if args.continues is None else LaterUnits.after(units, load_manifest(args.continues))
 
 
+def _options(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names}
+
+
+def _rendezvous_of_slurm() -> None:
+    """What torch.distributed wants to know, from what srun says."""
+    from megatron.bridge.utils.common_utils import get_master_addr_safe, get_master_port_safe
+
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"]
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
     os.environ.setdefault("MASTER_ADDR", get_master_addr_safe())
     os.environ.setdefault("MASTER_PORT", str(get_master_port_safe()))
