@@ -115,7 +115,7 @@ def test_a_command_is_understood_and_runs(words, place, monkeypatch, capsys):
         assert main([*check, *([] if "--run-dir" in words else ["--run-dir", "runs/x"])]) == 0
         assert "caches with" in capsys.readouterr().out
     elif words[0] == "submit":
-        assert main([*words, "--print"]) == 0
+        assert main([words[0], "--print", *words[1:]]) == 0
         assert "sbatch" in capsys.readouterr().out
     elif words[:2] == ["cache", "build"]:
         from megatron_kd.teacher.commands import merged
