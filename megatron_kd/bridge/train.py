@@ -8,7 +8,6 @@ default loss and nothing of ours takes part. Everything that can be refused is r
 import logging
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron.bridge.training import gpt_step
@@ -94,7 +93,7 @@ def open_feed(cfg: KDConfigContainer, prepare_teacher: Prepare | None = None) ->
         return SyntheticFeed(top_k=kd.top_k, vocab_size=cfg.model.vocab_size)
     paths = [kd.cache] if isinstance(kd.cache, str) else kd.cache
     return CacheFeed(
-        combine([CacheReader(Path(path), check_blocks=kd.check_blocks) for path in paths], kd.cache_weights),
+        combine([CacheReader(path, check_blocks=kd.check_blocks) for path in paths], kd.cache_weights),
         top_k=kd.top_k,
         temperature=kd.temperature,
         tokenizer=run_tokenizer(cfg),

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Misspelt keys, found without importing Megatron: from a list of the tested Bridge release's keys, kept beside this.
+"""Misspelt keys and values of another type, found without importing Megatron: from a list of the tested Bridge
+release's keys and their plain types, kept beside this.
 
-In: settings as written. Out: nothing, or an error with the nearest key. Where another release is installed, or the
-recipe brings a model or data of its own kind, what the list does not know is left to the full check. Milliseconds.
+In: settings as written. Out: nothing, or an error with the nearest key, or the type that is expected. Where another
+release is installed, or the recipe brings a model or data of its own kind, what the list does not know is left to the
+full check. Milliseconds.
 
 A test compares the list with the release that is installed, and says how to write it anew.
 """
 
 import ast
+import dataclasses
 import difflib
 import importlib.metadata
 import json
+import types
+import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_kd.errors import ConfigError
 
@@ -21,18 +26,21 @@ PATH = Path(__file__).with_name("keys.json")
 _BESIDE_SECTIONS = {"recipe", "student", "_target_"}
 _OF_THE_RECIPE = {"model", "dataset", "mixed_precision", "comm_overlap"}
 """Sections whose keys depend on the recipe; those of our own recipes are on the list."""
+_PLAIN = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "null": type(None)}
+_POSITIVE = ("top_k", "temperature", "strip_tokens")
 
 
 def check_keys(tree: Mapping[str, Any]) -> None:
-    """Looks for every section, and every key of a section, on the list.
+    """Looks for every section, and every key of a section, on the list; values of plain types must be of them.
 
     Raises:
-        ConfigError: names the key and the nearest there is.
+        ConfigError: names the key and the nearest there is, or what its value should be.
     """
+    _check_kd(tree.get("kd") or {})
     listed = json.loads(PATH.read_text())
     if _bridge_version() not in (None, listed["megatron-bridge"]):
         return
-    sections, ours = {**listed["sections"], "kd": _kd_keys()}, tree.get("recipe") in listed["recipes"]
+    sections, ours = {**listed["sections"], "kd": _kd_hints()}, tree.get("recipe") in listed["recipes"]
     for section, values in tree.items():
         if section in _BESIDE_SECTIONS:
             continue
@@ -43,14 +51,50 @@ def check_keys(tree: Mapping[str, Any]) -> None:
         for name in values:
             if name not in sections[section] and (ours or section not in _OF_THE_RECIPE):
                 raise ConfigError(_unknown(f"{section}.{name}", sections[section], sections))
+            if section != "kd":
+                _check_type(f"{section}.{name}", values[name], sections[section].get(name))
 
 
-def _kd_keys() -> list[str]:
-    """The fields of `KDConfig`, read from its source: importing it takes Megatron."""
+def _check_type(key: str, value: Any, kinds: str | None) -> None:
+    """Refuses a value that is none of `kinds`, "int or null"; None: all may be."""
+    taken = [_PLAIN[kind] for kind in kinds.split(" or ")] if kinds else []
+    if not taken or isinstance(value, Mapping) or (isinstance(value, str) and "${" in value):
+        return
+    if type(value) not in taken and not (type(value) is int and float in taken):
+        raise ConfigError(f"{key} expects {kinds}, found {value!r}.")
+
+
+def _check_kd(kd: Mapping[str, Any]) -> None:
+    """The values of our own section, as far as they need no cache and no Megatron."""
+    for name, hint in _kd_hints().items():
+        value = kd.get(name)
+        if value is None or (isinstance(value, str) and "${" in value):
+            continue
+        if typing.get_origin(hint) is Literal:
+            if value not in typing.get_args(hint):
+                raise ConfigError(f"kd.{name} expects {' or '.join(typing.get_args(hint))}, found {value!r}.")
+            continue
+        _check_type(f"kd.{name}", value, _kinds(hint))
+        if name in _POSITIVE and value <= 0:
+            raise ConfigError(f"kd.{name} expects more than 0, found {value!r}.")
+
+
+def _kd_hints() -> dict[str, Any]:
+    """The fields of `KDConfig` with their annotations, read from its source: importing it takes Megatron."""
     source = Path(__file__).parents[1] / "bridge" / "config.py"
     classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
     body = next(node.body for node in classes if node.name == "KDConfig")
-    return [field.target.id for field in body if isinstance(field, ast.AnnAssign)]
+    fields = [field for field in body if isinstance(field, ast.AnnAssign)]
+    return {field.target.id: eval(ast.unparse(field.annotation), {"Literal": Literal}) for field in fields}
+
+
+def _kinds(hint: Any) -> str | None:
+    """The plain types that make up an annotation, "int or null"; None if there is anything else in it."""
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    plain = {typing.get_origin(member) or member for member in members}
+    plain = {str if kind is Literal else kind for kind in plain}
+    named = [name for name, kind in _PLAIN.items() if kind in plain]
+    return " or ".join(named) if len(named) == len(plain) else None
 
 
 def _unknown(key: str, names: Any, sections: Mapping[str, Any]) -> str:
@@ -70,19 +114,21 @@ def _bridge_version() -> str | None:
 
 def collect() -> dict[str, Any]:
     """The list, from our recipes; runs where Bridge has been imported."""
-    from megatron_kd.bridge.overrides import field_hints, known_keys
+    from megatron_kd.bridge.overrides import field_hints
     from megatron_kd.bridge.recipes import _RECIPES, build_recipe
 
-    sections: dict[str, set[str]] = {}
-    for name in _RECIPES:
-        cfg = build_recipe(name)
+    sections: dict[str, dict[str, str | None]] = {}
+    for recipe in _RECIPES:
+        cfg = build_recipe(recipe)
         for section in field_hints(type(cfg)):
-            sections.setdefault(section, set())
-        for section, *names in known_keys(cfg):
-            sections[section].update(names[:1])
+            listed, node = sections.setdefault(section, {}), getattr(cfg, section)
+            for name, hint in field_hints(type(node)).items() if dataclasses.is_dataclass(node) else ():
+                # Recipes go against annotations here and there: what they hold is right as well.
+                kinds = _kinds(hint | type(getattr(node, name))) if _kinds(hint) else None
+                listed[name] = kinds if listed.get(name, kinds) == kinds else None
     sections.pop("kd")
     return {
         "megatron-bridge": _bridge_version(),
         "recipes": sorted(_RECIPES),
-        "sections": {section: sorted(names) for section, names in sorted(sections.items())},
+        "sections": {section: dict(sorted(names.items())) for section, names in sorted(sections.items())},
     }

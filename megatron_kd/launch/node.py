@@ -98,7 +98,7 @@ def check_world_size(model: dict[str, Any], world_size: int) -> None:
 def _check_inputs(tree: dict[str, Any]) -> str:
     """Cache, corpus and student can be opened from here."""
     caches = _texts((tree.get("kd") or {}).get("cache"))
-    rows = sum(CacheReader(Path(path), wait_s=VISIBLE_S).n_rows for path in caches)
+    rows = sum(CacheReader(path, wait_s=VISIBLE_S).n_rows for path in caches)
     dataset = tree.get("dataset") or {}
     for prefix in _texts(dataset.get("data_path")):
         for word in prefix.split():

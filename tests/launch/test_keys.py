@@ -39,8 +39,33 @@ def test_a_misspelt_key_meets_its_neighbour(tree, parts):
         assert part in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("tree", "parts"),
+    [
+        ({"train": {"train_iters": "many"}}, ["train.train_iters expects int", "'many'"]),
+        ({"train": {"train_iters": 2.5}}, ["train.train_iters expects int", "2.5"]),
+        ({"optimizer": {"lr": "fast"}}, ["optimizer.lr expects", "float", "'fast'"]),
+        ({"model": {"sequence_parallel": 1}}, ["model.sequence_parallel expects bool", "found 1"]),
+        ({"kd": {"top_k": "all"}}, ["kd.top_k expects int or null", "'all'"]),
+        ({"kd": {"top_k": 0}}, ["kd.top_k expects more than 0", "found 0"]),
+        ({"kd": {"temperature": -1}}, ["kd.temperature expects more than 0", "-1"]),
+        ({"kd": {"loss": "fast"}}, ["kd.loss expects fused or dense", "'fast'"]),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_kind_is_told_what_is_expected(tree, parts):
+    with pytest.raises(ConfigError) as refused:
+        keys.check_keys({"recipe": OURS, **tree})
+    for part in parts:
+        assert part in str(refused.value)
+
+
 def test_what_the_list_cannot_know_is_left_to_the_full_check():
     keys.check_keys({"recipe": "some_other_config", "model": {"q_lora_rank_of_mine": 2}, "kd": {"cache": "x"}})
+    keys.check_keys(
+        {"recipe": OURS, "optimizer": {"lr": 1}, "model": {"rotary_base": 150000.0}, "kd": {"top_k": None}}
+    )
+    keys.check_keys({"recipe": OURS, "train": {"train_iters": "${oc.env:STEPS}"}})
     keys.check_keys(
         {"recipe": OURS, "student": "x", "kd": None, "mixed_precision": "bf16_mixed", "env_vars": {"A": 1}}
     )
@@ -54,4 +79,4 @@ def in_rank_kd_keys() -> list[str]:
 
 
 def test_kds_keys_are_read_from_its_source():
-    assert keys._kd_keys() == dryrun.run_ranks(in_rank_kd_keys, 1)[0]
+    assert list(keys._kd_hints()) == dryrun.run_ranks(in_rank_kd_keys, 1)[0]
