@@ -125,19 +125,25 @@ def build_on_this_rank(args: argparse.Namespace, model: dict[str, Any], prepare:
         args.teacher, settings=model, prepare=prepare, **_options(args, _LOADING["megatron"])
     )
     first = dist.get_rank() == 0
-    _build(args, teacher, {}, progress=args.progress and first, tell=first)
+    _build(args, teacher, {}, on_rank=True, progress=args.progress and first, tell=first)
     dist.barrier()
     return first
 
 
 def _build(
-    args: argparse.Namespace, teacher: Any, loading: dict[str, Any], *, progress: bool | None = None, tell: bool = True
+    args: argparse.Namespace,
+    teacher: Any,
+    loading: dict[str, Any],
+    *,
+    on_rank: bool = False,
+    progress: bool | None = None,
+    tell: bool = True,
 ) -> None:
     from megatron_kd.teacher.build import prepare_build
 
     build = prepare_build(
         teacher,
-        _units(args, progress=args.progress if progress is None else progress),
+        _units(args, on_rank=on_rank, progress=args.progress if progress is None else progress),
         args.out,
         temperatures=args.temperature,
         **_options(args, _BUILDING),
@@ -158,17 +164,31 @@ def _build(
         )
 
 
-def _units(args: argparse.Namespace, *, progress: bool) -> UnitSource:
+def _units(args: argparse.Namespace, *, on_rank: bool, progress: bool) -> UnitSource:
     """What the teacher is to see: documents of --corpus, or the examples of the run that --sft configures."""
     if args.sft is not None:
-        from megatron_kd.bridge.config import load_config
-        from megatron_kd.bridge.sft import example_units
-        from megatron_kd.bridge.train import run_tokenizer
-
-        cfg, _ = load_config(config_file=args.sft)
-        return example_units(cfg, run_tokenizer(cfg), progress=progress)
+        return _examples(args.sft, progress) if on_rank else _examples_read_apart(args.sft)
     units: UnitSource = DocumentUnits(Corpus(args.corpus))
     return units if args.continues is None else LaterUnits.after(units, load_manifest(args.continues))
+
+
+def _examples(config_file: Path, progress: bool) -> UnitSource:
+    """Where Megatron-Bridge is loaded."""
+    from megatron_kd.bridge.config import load_config
+    from megatron_kd.bridge.sft import example_units
+    from megatron_kd.bridge.train import run_tokenizer
+
+    cfg, _ = load_config(config_file=config_file)
+    return example_units(cfg, run_tokenizer(cfg), progress=progress)
+
+
+def _examples_read_apart(config_file: Path) -> UnitSource:
+    """In a process of its own, on CPU: this one has a teacher to load, and needs no GPU to read data."""
+    from megatron_kd import dryrun
+
+    print("Loading Megatron-Bridge to read the run's fine-tuning data (half a minute).", flush=True)
+    with dryrun.refusals_raised():
+        return dryrun.run_ranks(_examples, 1, args=(config_file.absolute(), False), timeout_s=_TIMEOUT_S)[0]
 
 
 def _options(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:

@@ -4,6 +4,8 @@
 import numpy as np
 import pytest
 
+from megatron_kd.cache import CacheReader
+from megatron_kd.cli import main
 from megatron_kd.dryrun import RankFailed, run_ranks
 from tests.bridge import sft
 
@@ -68,3 +70,31 @@ def test_a_killed_packed_run_ends_alike_at_another_data_parallel_size(data, tmp_
 def test_a_cache_of_other_examples_is_refused_before_the_first_step(data):
     with pytest.raises(RankFailed, match="is none of the cache's examples"):
         run_ranks(sft.distil_sft, 1, args=(data, "long"), kwargs={"cache": "chats-cache", "steps": 1})
+
+
+RUN = """\
+recipe: gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config
+student: {root}/student
+model: {{seq_length: {length}}}
+dataset:
+  _target_: megatron.bridge.data.builders.GPTSFTDatasetConfig
+  dataset_root: {root}/pairs
+  seq_length: {length}
+  do_test: false
+  preprocessing:
+    _target_: megatron.bridge.data.sft_processing.PromptCompletionSFTPreprocessingConfig
+    prompt_column: input
+    completion_column: output
+    separator: " "
+"""
+
+
+def test_the_command_caches_the_examples_that_the_run_sees(data, tmp_path):
+    """Against the examples of the same data read on a rank of a run."""
+    (tmp_path / "run.yaml").write_text(RUN.format(root=data, length=sft.SEQ_LENGTH))
+    build = ["cache", "build", "--teacher", str(data / "student"), "--sft", str(tmp_path / "run.yaml")]
+    assert main([*build, "--out", str(tmp_path / "cache"), "--accept-teacher-loss", "--no-progress"]) == 0
+    found, seen = (CacheReader(path).manifest for path in (tmp_path / "cache", data / "pairs-cache"))
+    assert (found.units, found.corpus) == (seen.units, seen.corpus)
+    assert found.tokenizer["digest"] == seen.tokenizer["digest"]
+    assert found.teacher["engine"] == "transformers" and found.top_k == 100

@@ -40,7 +40,7 @@ def sbatch(tmp_path, monkeypatch) -> Path:
 def test_what_is_printed_is_what_is_submitted(sbatch, capsys):
     run_dir = sbatch / "a run"
     asked = [TWO_NODES, "--time", "8:00:00", "--run-dir", run_dir, "--container", "nemo.sqsh", "--mount", "/d:/d"]
-    asked += ["--srun=--mpi=pmix", "--sbatch=--qos=high", "--grace", 600, "kd.cache=/a b", "kd.cache_weights='[1,2]'"]
+    asked += ["--srun=--mpi=pmix", "--sbatch=--qos=high", "--grace", 600, "kd.cache=/a b", "kd.cache_weights=[1,2]"]
     assert call("submit", *asked, "--print") == 0
     mkdir, command = capsys.readouterr().out.splitlines()
     assert shlex.split(mkdir) == ["mkdir", "-p", f"{run_dir}/logs"] and not run_dir.exists()
