@@ -86,7 +86,7 @@ def merged(args: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, Any]
     if wrong := sorted(set(tree) - {"model"}):
         raise ConfigError(f"{wrong[0]}= is no setting of a teacher: options start with --, others with model.")
     settings = {**settings, **tree.get("model", {})}
-    for name in ("teacher", "out", *([] if args.sft else ["corpus"])):
+    for name in ("teacher", *([] if args.sft else ["corpus"]), "out"):
         if getattr(args, name) is None:
             raise ConfigError(f"--{name} is missing; give it on the command line, or `{name}:` in --config-file.")
     if args.sft and (args.corpus or args.continues):
