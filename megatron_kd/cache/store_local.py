@@ -120,6 +120,8 @@ class LocalStore:
         if (self.path / first).exists():
             return
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            if (self.path / first).exists():  # another writer made it just now
+                return
             raise NotACache(f"{self.path} exists and is not a teacher cache; choose another folder")
         home = self.path.resolve()  # the path may be a link to an empty folder elsewhere
         home.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache is a library of its own: numpy and small packages, nothing else."""
 
+import re
 import subprocess
 import sys
 
@@ -39,5 +40,5 @@ def test_nothing_is_unpickled():
     import megatron_kd.cache
 
     for path in Path(megatron_kd.cache.__file__).parent.rglob("*.py"):
-        text = path.read_text()
+        text = re.sub(r"np\.load\([^()]*, allow_pickle=False\)", "", path.read_text())
         assert not any(word in text for word in ("pickle.", "import pickle", "np.load(", "eval(", "exec("))
