@@ -24,10 +24,13 @@ import torch
 
 from megatron_kd.loss.errors import require
 from megatron_kd.loss.matmul import logits_into
+from megatron_kd.loss.row_kernels import row_blocks
 from megatron_kd.loss.vocab_parallel import VocabShard, gather_rows
 
 STRIP_ELEMENTS = 1 << 26
 """Logits of a strip on this rank by default: 256 MiB."""
+BLOCK_COLUMNS = 32
+"""Columns of which only the largest is looked at first."""
 
 
 class TeacherRows(NamedTuple):
@@ -187,7 +190,10 @@ def _candidates(
         values[:, :own], columns = ranked_top_k(logits, own)
         ids[:, :own] = columns + shard.start
         logits.scatter_(-1, columns, -torch.inf)
-    tails = [(logits if T == 1 else logits / T).logsumexp(1) for T in (1, *temperatures)]
+    tails = logits.new_empty(1 + len(temperatures), n)
+    for rows in row_blocks(logits):
+        for tail, T in zip(tails, (1, *temperatures), strict=True):
+            tail[rows] = (logits[rows] if T == 1 else logits[rows] / T).logsumexp(1)
     return values, ids, torch.stack([*tails, *label], dim=1)
 
 
@@ -226,7 +232,7 @@ def ranked_top_k(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.
     Returns:
         Values and ids, [n, K].
     """
-    values, ids = logits.topk(min(top_k + 1, logits.shape[-1]), dim=-1)
+    values, ids = _largest(logits, min(top_k + 1, logits.shape[-1]))
     cut, ids = values[:, top_k - 1 : top_k], ids[:, :top_k].contiguous()
     tied = (values[:, top_k:] == cut).any(-1)
     if _some(tied):
@@ -234,6 +240,23 @@ def ranked_top_k(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.
     ids = ids.sort(-1).values
     values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(-1, order)
+
+
+def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `torch.topk`, which of a long row on CPU takes several times as long.
+
+    The blocks with the `count` largest maxima hold the `count` largest values; so only they are looked at again.
+    """
+    blocks = logits.shape[-1] // BLOCK_COLUMNS
+    if logits.device.type != "cpu" or blocks < 4 * count:
+        return logits.topk(count, dim=-1)
+    split = blocks * BLOCK_COLUMNS
+    best = logits[..., :split].unflatten(-1, (blocks, BLOCK_COLUMNS)).amax(-1).topk(count, dim=-1).indices
+    columns = (best[..., None] * BLOCK_COLUMNS + torch.arange(BLOCK_COLUMNS)).flatten(-2)
+    others = torch.arange(split, logits.shape[-1]).expand(*columns.shape[:-1], -1)
+    columns = torch.cat([columns, others], dim=-1)
+    values, places = logits.gather(-1, columns).topk(count, dim=-1)
+    return values, columns.gather(-1, places)
 
 
 def _lowest_ids_at_the_cut(logits: torch.Tensor, cut: torch.Tensor, top_k: int) -> torch.Tensor:

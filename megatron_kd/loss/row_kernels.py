@@ -120,7 +120,7 @@ def row_statistics(
     owned = read_owned(logits, columns, label_column)
     _take_(logits, columns)
     tails = logits.new_full((len(logits), 1 + at_one), -torch.inf)
-    for rows in _row_blocks(logits):
+    for rows in row_blocks(logits):
         z = logits[rows]
         tails[rows, 0] = (z if temperature == 1 else z / temperature).logsumexp(1)
         if at_one:
@@ -139,7 +139,7 @@ def row_exponentials(
     owned = read_owned(logits, columns, label_column)
     _take_(logits, columns)
     shift, sums = logits.new_empty(2, len(logits)).unbind()
-    for rows in _row_blocks(logits):
+    for rows in row_blocks(logits):
         z = logits[rows]
         if temperature != 1:
             z.div_(temperature)
@@ -193,7 +193,7 @@ def row_gradient_(
         _take_(logits, label_column)
         values = torch.cat([values, _dense_(z, gradient, temperature) + gradient.label[:, None]], dim=1)
         columns = torch.cat([columns, label_column], dim=1)
-    for rows in _row_blocks(logits):
+    for rows in row_blocks(logits):
         # A narrower row lands on the front of its own wider one, so that one has to be in a block of its own by then.
         block = logits[rows] if dtype == logits.dtype else logits[rows].clone()
         part = RowGradient(*(None if field is None else field[rows] for field in gradient))
@@ -274,7 +274,7 @@ def _add_at(logits: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -
         logits.scatter_add_(1, columns.clamp(min=0), torch.where(columns >= 0, values, 0))
 
 
-def _row_blocks(logits: torch.Tensor) -> Iterator[slice]:
+def row_blocks(logits: torch.Tensor) -> Iterator[slice]:
     """Whole rows, about BLOCK_ELEMENTS at a time."""
     elements = BLOCK_ELEMENTS["cpu" if logits.device.type == "cpu" else "cuda"]
     height = max(1, elements // max(1, logits.shape[1]))

@@ -165,3 +165,16 @@ def test_memory_at_full_scale():
     beyond = (counter.peak - hidden.nbytes - weight.nbytes) / (1 << 30)
     print(f"32K, top 100: {beyond:.3f} GiB beyond weight and hidden")
     assert beyond <= 1.5
+
+
+@pytest.mark.parametrize("columns", (5_000, 5_007))
+@pytest.mark.parametrize("levels", (3, 200, 10**6))
+def test_rank_of_a_long_row_with_many_ties_by_value_then_id(levels, columns):
+    random = torch.Generator().manual_seed(levels)
+    logits = torch.randint(levels, (11, columns), generator=random).float()
+    logits[3] = -torch.inf
+    logits[4, 5:] = -torch.inf
+    values, ids = ranked_top_k(logits, 20)
+    order = np.lexsort((np.broadcast_to(np.arange(columns), logits.shape), -logits.numpy()), axis=-1)[:, :20]
+    assert np.array_equal(ids.numpy(), order)
+    assert np.array_equal(values.numpy(), np.take_along_axis(logits.numpy(), order, 1))
