@@ -16,6 +16,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_resume_after_sigkill(layout, gpt_oss, tmp_path):
     settings = dict(steps=6, **LAYOUTS[layout])
