@@ -178,7 +178,7 @@ def merge_repeated(ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Ten
     """Add up the probabilities of an id that its row repeats; one entry keeps the sum, the others become absent.
 
     A segmented scan over the sorted ids: no atomics, so bit-identical from run to run, and rows without repeats keep
-    their bits. On CPU, where asking costs nothing, there is no scan if there is no repeat.
+    their bits.
 
     Args:
         ids: [n, K] int64, -1 for absent.
@@ -186,10 +186,6 @@ def merge_repeated(ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Ten
     """
     count = ids.shape[1]
     run, order = ids.sort(dim=1, stable=True)
-    repeated = torch.zeros_like(run, dtype=torch.bool)
-    repeated[:, :-1] = (run[:, :-1] == run[:, 1:]) & (run[:, 1:] >= 0)
-    if ids.device.type == "cpu" and not repeated.any():
-        return ids, logprobs
     sums = logprobs.gather(1, order)
     step = 1
     while step < count:
@@ -197,6 +193,8 @@ def merge_repeated(ids: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Ten
         merged = torch.where(same, torch.logaddexp(sums[:, step:], sums[:, :-step]), sums[:, step:])
         sums = torch.cat([sums[:, :step], merged], dim=1)
         step *= 2
+    repeated = torch.zeros_like(run, dtype=torch.bool)
+    repeated[:, :-1] = run[:, :-1] == run[:, 1:]
     run = run.masked_fill(repeated, -1)
     sums = sums.masked_fill(repeated, -math.inf)
     return torch.empty_like(ids).scatter_(1, order, run), torch.empty_like(logprobs).scatter_(1, order, sums)

@@ -214,8 +214,8 @@ def exponentials_gradient_(
     """Turn what row_exponentials left into the gradient, but for a factor of each row.
 
     The two products that follow take the factor up on their thin side, [n, H], which spares a pass over the strip.
-    Where the factor is too small to divide by, the tail is less than what rounding takes from the entries: such a row
-    keeps the entries alone.
+    Where the factor is too small to divide by, a larger one takes its place: the tail then is wrong by less than what
+    rounding takes from the entries. A row without gradient has the factor 0. Nothing here depends on data.
 
     Args:
         exponentials: [n, V], written over; exp(z / T - shift) of the tail and 0 at the entries.
@@ -232,12 +232,13 @@ def exponentials_gradient_(
     largest = gradient.entries.abs().amax(1)
     if gradient.label is not None:
         largest = torch.maximum(largest, gradient.label.abs())
-    faint = factor.abs() <= largest * torch.finfo(factor.dtype).tiny ** 0.5
-    exponentials.index_fill_(0, faint.nonzero()[:, 0], 0)
-    factor = factor.masked_fill(faint, 1)[:, None]
-    _add_at(exponentials, columns, gradient.entries / factor)
+    tiny = torch.finfo(factor.dtype).tiny
+    least = torch.where(largest > 0, (largest * tiny**0.5).clamp(min=tiny), 0)
+    factor = torch.where(factor.abs() < least, least, factor)[:, None]
+    divisor = factor.masked_fill(factor == 0, 1)
+    _add_at(exponentials, columns, gradient.entries / divisor)
     if gradient.label is not None:
-        _add_at(exponentials, _label_alone(columns, label_column), gradient.label[:, None] / factor)
+        _add_at(exponentials, _label_alone(columns, label_column), gradient.label[:, None] / divisor)
     return factor
 
 
