@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_kd.errors import UserError
 from megatron_kd.report.evaluation import Evaluation, Score, files_digest
+from megatron_kd.report.versions import installed_versions
 
 _DESCRIPTION = """\
 Measure several models on the same tasks with lm-evaluation-harness, and put their scores into one table. Needs
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         )
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     manager, tasks = _tasks(args)
-    evaluation = Evaluation(args.out, _settings(args, tasks), _versions())
+    evaluation = Evaluation(args.out, _settings(args, tasks), installed_versions(_VERSIONS))
     missing = {name: folder for name, folder in models.items() if not evaluation.finished(name, folder)}
     for number, (name, folder) in enumerate(models.items(), start=1):
         if name not in missing:
@@ -143,16 +144,6 @@ def _settings(args: argparse.Namespace, tasks: list[str]) -> dict[str, Any]:
         and files_digest((path for path in own if path.suffix in (".yaml", ".yml", ".py")), content=True),
         "lm-eval": importlib.metadata.version("lm-eval"),
     }
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in _VERSIONS:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _measure(folder: str, tasks: list[str], manager: Any, args: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,6 @@ recipe is read on a CPU rank, which loads Megatron-Bridge (half a minute); the a
 
 import argparse
 import csv
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -126,10 +125,9 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
     import re
 
     from megatron_kd import dryrun
-    from megatron_kd.bridge.commands import Request, check_readable
+    from megatron_kd.bridge.commands import Request, check_readable, require_bridge
 
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
-        raise UserError("a recipe is Megatron-Bridge's, which is not installed: pip install 'megatron-kd[bridge]'")
+    require_bridge("a recipe is Megatron-Bridge's")
     request = Request(args.recipe, args.student, args.config_file, tuple(args.overrides))
     check_readable(request)
     in_name = re.search(r"_(\d+)gpu_", _name(args))

@@ -7,13 +7,13 @@ run also report.json and report.csv. Needs neither torch nor Megatron; costs wel
 
 import argparse
 import csv
-import importlib.metadata
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from megatron_kd.errors import UserError
+from megatron_kd.report.versions import installed_versions
 
 _DESCRIPTION = """\
 Make one self-contained HTML page (no network, for screen and print) of a run's folder, a compare.json or a plan.json:
@@ -126,7 +126,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "steps": steps,
         "summary": summary_of(steps),
         "settings": settings_of(folder / "config.yaml"),
-        "versions": versions(),
+        "versions": installed_versions(_VERSIONS),
         "finished": (folder / "finished").exists(),
     }
 
@@ -150,17 +150,6 @@ def settings_of(path: Path) -> dict[str, Any]:
         values = tree.get(section) or {}
         kept[section] = {key: values[key] for key in keys if values.get(key) is not None}
     return {section: values for section, values in kept.items() if values}
-
-
-def versions() -> dict[str, str]:
-    """Of what is installed here and takes part."""
-    found = {}
-    for name in _VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def write_run(folder: Path, found: dict[str, Any]) -> None:

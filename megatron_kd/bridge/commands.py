@@ -101,8 +101,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--ranks and --world-size belong to --dry-run; a real run has as many ranks as were started.")
     if args.check_only:
         return check_only(request, args)
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
-        raise UserError("training needs Megatron-Bridge, which is not installed: pip install 'megatron-kd[bridge]'")
+    require_bridge("training needs Megatron-Bridge")
     check_readable(request)
     try:
         if args.print_config:
@@ -115,6 +114,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"megatron-kd: a CPU rank broke down. {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def require_bridge(why: str) -> None:
+    """Raise UserError unless Megatron-Bridge is installed; `why` begins the sentence. Imports nothing."""
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
+        raise UserError(f"{why}, which is not installed: pip install 'megatron-kd[bridge]'")
 
 
 def check_readable(request: Request) -> None:

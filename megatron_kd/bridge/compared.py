@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,14 +24,14 @@ from megatron.bridge.training.state import GlobalState
 from megatron.bridge.training.utils.flop_utils import num_floating_point_operations
 from megatron.core.utils import unwrap_model
 
-from megatron_kd.bridge.callbacks import FinalValues, RunWatch, VocabularyCheck
+from megatron_kd.bridge.callbacks import FinalValues
 from megatron_kd.bridge.config import KDConfig, KDConfigContainer, UserValues
 from megatron_kd.bridge.dataset import KeyedDataset, keyed_datasets
-from megatron_kd.bridge.online import OnlineFeed, OnlineForwardStep, Prepare, teacher_provider
+from megatron_kd.bridge.online import Prepare, teacher_provider
 from megatron_kd.bridge.preflight import refuse_unsupported
 from megatron_kd.bridge.step import KDForwardStep, WithoutKey
-from megatron_kd.bridge.teacher_feed import SYNTHETIC, CacheFeed
-from megatron_kd.bridge.train import open_feed
+from megatron_kd.bridge.teacher_feed import SYNTHETIC
+from megatron_kd.bridge.train import distilling, open_feed
 from megatron_kd.bridge.watch import LossMeter
 
 WARM_UP = 1
@@ -101,10 +100,9 @@ def _training(
     if cfg.kd is None:
         stock = gpt_step.forward_step_modelopt if method == "modelopt" else gpt_step.forward_step
         return _without_key(stock), [], []
-    feed: CacheFeed | OnlineFeed = open_feed(cfg, prepare_teacher)
-    step = (OnlineForwardStep if cfg.kd.teacher else KDForwardStep)(cfg.kd, feed)
-    step.meter = meter
-    return step, [VocabularyCheck(feed.vocab_size), RunWatch(cfg.kd, feed, meter)], [feed.bind]
+    feed = open_feed(cfg, prepare_teacher)
+    step, watching = distilling(cfg, feed, meter)
+    return step, watching, [feed.bind]
 
 
 def _without_key(stock: Callable) -> Callable:
@@ -239,7 +237,7 @@ def measuring(kd: KDConfig | None) -> KDConfig | None:
         from megatron_kd.cache import CacheReader
 
         paths = [kd.cache] if isinstance(kd.cache, str) else kd.cache
-        if any(CacheReader(Path(path)).manifest.units["kind"] == "sample" for path in paths):
+        if any(CacheReader(path).manifest.units["kind"] == "sample" for path in paths):
             return None
     keep = {name: getattr(kd, name) for name in ("cache", "cache_weights", "check_blocks", "bad_blocks", "read_ahead")}
     return KDConfig(**keep, bad_blocks_limit=kd.bad_blocks_limit)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from megatron_kd import dryrun
+from megatron_kd.bridge.commands import require_bridge
 from megatron_kd.errors import UserError
 
 _DESCRIPTION = """\
@@ -56,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--run-dir {args.run_dir} does not exist. Give the folder that `train --run-dir` named.")
     if any(args.out.glob("*.safetensors")):
         raise UserError(f"--out {args.out} already holds a model. Give another folder, or remove it.")
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
-        raise UserError("export needs Megatron-Bridge, which is not installed: pip install 'megatron-kd[bridge]'")
+    require_bridge("export needs Megatron-Bridge")
     words = (args.run_dir.absolute(), args.reference, args.out.absolute(), args.iteration)
     print("Loading Megatron-Bridge (half a minute).", flush=True)
     if importlib.util.find_spec("transformer_engine") is not None:

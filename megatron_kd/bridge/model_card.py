@@ -98,7 +98,7 @@ def _teacher(kd: dict[str, Any]) -> dict[str, str]:
     for number, path in enumerate([paths] if isinstance(paths, str) else paths, start=1):
         suffix = f" {number}" if number > 1 else ""
         try:
-            manifest = CacheReader(Path(path), wait_s=0).manifest
+            manifest = CacheReader(path, wait_s=0).manifest
         except (UserError, OSError):
             rows[f"cache{suffix}"] = f"{path}; it could not be read when this card was written"
             continue

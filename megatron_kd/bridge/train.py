@@ -22,6 +22,7 @@ from megatron_kd.bridge.dataset import keyed_datasets
 from megatron_kd.bridge.online import OnlineFeed, OnlineForwardStep, Prepare
 from megatron_kd.bridge.step import KDForwardStep
 from megatron_kd.bridge.teacher_feed import SYNTHETIC, CacheFeed, SyntheticFeed, TeacherFeed
+from megatron_kd.bridge.watch import LossMeter
 from megatron_kd.cache import CacheReader, tokenizer_identity
 from megatron_kd.cache.sets import combine
 
@@ -54,10 +55,18 @@ def train(
         pretrain(cfg, gpt_step.forward_step, callbacks=callbacks)
         return
     feed = open_feed(cfg, prepare_teacher)
-    step = (OnlineForwardStep if cfg.kd.teacher else KDForwardStep)(cfg.kd, feed)
-    watching = [VocabularyCheck(feed.vocab_size), RunWatch(cfg.kd, feed, step.meter)]
+    step, watching = distilling(cfg, feed, LossMeter())
     with keyed_datasets(feed.bind):
         pretrain(cfg, step, callbacks=[*watching, *callbacks])
+
+
+def distilling(
+    cfg: KDConfigContainer, feed: TeacherFeed | OnlineFeed, meter: LossMeter
+) -> tuple[KDForwardStep, list[Callback]]:
+    """The forward step of a run with `cfg.kd`, and what watches it."""
+    step = (OnlineForwardStep if cfg.kd.teacher else KDForwardStep)(cfg.kd, feed)
+    step.meter = meter
+    return step, [VocabularyCheck(feed.vocab_size), RunWatch(cfg.kd, feed, meter)]
 
 
 def leave_on_signal(cfg: KDConfigContainer, user_values: UserValues) -> None:

@@ -7,7 +7,6 @@ A run that has its result is not run again.
 """
 
 import argparse
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -258,13 +257,14 @@ def _report(
     tolerance: float | None,
 ) -> int:
     from megatron_kd.report.pages import compare_page
+    from megatron_kd.report.versions import installed_versions
 
     found = [result for run in runs if (result := results.read_result(folder / run.folder)) is not None]
     missing = {run.name: failed.get(run.name, "not run yet") for run in runs}
     missing = {name: why for name, why in missing.items() if name not in {result["name"] for result in found}}
     whole = {
         "settings": results.read_json(folder / "settings.json"),
-        "versions": _versions(),
+        "versions": dict.fromkeys(_VERSIONS) | installed_versions(_VERSIONS),
         "left_out": {**left_out, **missing},
         "methods": found,
     }
@@ -294,13 +294,3 @@ def _difference(args: argparse.Namespace, found: list[dict[str, Any]], tolerance
             if difference := results.first_difference(reference, other, tolerance):
                 return difference
     return None
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in _VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found

@@ -36,11 +36,12 @@ def check_keys(tree: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: names the key and the nearest there is, or what its value should be.
     """
-    _check_kd(tree.get("kd") or {})
+    kd = _kd_hints()
+    _check_kd(tree.get("kd") or {}, kd)
     listed = json.loads(PATH.read_text())
     if _bridge_version() not in (None, listed["megatron-bridge"]):
         return
-    sections, ours = {**listed["sections"], "kd": _kd_hints()}, tree.get("recipe") in listed["recipes"]
+    sections, ours = {**listed["sections"], "kd": kd}, tree.get("recipe") in listed["recipes"]
     for section, values in tree.items():
         if section in _BESIDE_SECTIONS:
             continue
@@ -64,9 +65,9 @@ def _check_type(key: str, value: Any, kinds: str | None) -> None:
         raise ConfigError(f"{key} expects {kinds}, found {value!r}.")
 
 
-def _check_kd(kd: Mapping[str, Any]) -> None:
+def _check_kd(kd: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """The values of our own section, as far as they need no cache and no Megatron."""
-    for name, hint in _kd_hints().items():
+    for name, hint in hints.items():
         value = kd.get(name)
         if value is None or (isinstance(value, str) and "${" in value):
             continue

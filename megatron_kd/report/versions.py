@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which releases took part in what a report shows."""
+
+import importlib.metadata
+from collections.abc import Iterable
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of the packages of that name, of those that are installed here."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
