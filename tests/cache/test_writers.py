@@ -4,6 +4,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from megatron_kd.cache import (
     TileConflict,
     Unsealed,
 )
+from megatron_kd.cache.store_local import LocalStore
 from megatron_kd.cache.verify import verify
 from tests.cache.conftest import build, fill, teacher_rows, unit_tokens
 from tests.cache.faults import child, wait
@@ -145,3 +147,19 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path, corpus):
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["thesis.txt"]
     (tmp_path / "empty").mkdir()
     assert len(np.diff(build(tmp_path / "empty", corpus, top_k=4).tiles, axis=0)) > 1
+
+
+def test_a_cache_that_another_writer_makes_between_two_looks_is_joined(tmp_path, monkeypatch):
+    path, files = tmp_path / "cache", {"manifest.json": b"{}", "tiles.npy": b""}
+    looked, others = Path.exists, [LocalStore(path)]
+
+    def exists(self, **options):
+        found = looked(self, **options)
+        if self == path / "manifest.json" and others:
+            others.pop().create(files)
+        return found
+
+    monkeypatch.setattr(Path, "exists", exists)
+    LocalStore(path).create(files)
+    assert not others and (path / "manifest.json").read_bytes() == b"{}"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["cache"]
