@@ -107,7 +107,7 @@ class OnlineFeed:
         """The weights of a host batch's tokens; the teacher's rows follow in `see`."""
         mask = batch["loss_mask"]
         positions = torch.from_numpy(self.partition(batch))
-        return TeacherBatch(None, mask[:, positions].T.float().contiguous())
+        return TeacherBatch(None, mask[:, positions].T.float().contiguous(), distinct=True)
 
     def see(self, batch: dict[str, Any]) -> TopK:
         """The teacher's rows [S, B, K] of what the student is about to be called with."""

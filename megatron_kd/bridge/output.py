@@ -107,6 +107,7 @@ class DivergenceOutput:
                 strip_tokens=self.kd.strip_tokens,
                 logits_dtype=getattr(torch, self.kd.logits_dtype),
                 keep=keep,
+                distinct=batch.distinct,
             )
         self.watched = watch(
             hidden_states,

@@ -58,6 +58,7 @@ class TeacherBatch:
         cut: bool [n, B], on the host: positions with loss at which the student sees less than the teacher saw. None
             if there is no teacher.
         absent: bool [n, B], on the host: positions with loss for which the cache stores no row. None likewise.
+        distinct: Whether no row repeats an id, as a cache and a teacher's top K see to.
     """
 
     teacher: TopK
@@ -65,6 +66,7 @@ class TeacherBatch:
     masked: torch.Tensor | None = None
     cut: torch.Tensor | None = None
     absent: torch.Tensor | None = None
+    distinct: bool = False
 
     def to(self, device: torch.device) -> "TeacherBatch":
         """A copy on ``device``, without waiting for it; what is on the host stays there."""
@@ -198,7 +200,7 @@ class CacheFeed:
         cut &= weight != 0
         if self.context == "exact":
             weight = weight.masked_fill(cut, 0.0)
-        rows = TeacherBatch(TopK(ids, logprobs, log_tail), weight, cut=cut, absent=absent)
+        rows = TeacherBatch(TopK(ids, logprobs, log_tail), weight, cut=cut, absent=absent, distinct=True)
         return rows if self.bad_blocks.policy == "raise" else rows.without(lost & (weight != 0))
 
     def _keyed(self, batch: dict[str, Any]) -> Iterator[Place]:

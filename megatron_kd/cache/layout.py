@@ -35,8 +35,8 @@ is aligned):
 | ids_lo   | u16          | [R, K]              |               | low 16 bits of the ids |
 | ids_hi   | u8           | [R, ceil(K*bits/8)] |               | high bits, entry 0 in the lowest bits of byte 0 |
 
-`logprobs` f32 stands before `tokens`; u8 stands after `ids_lo`. With values `u8` code c means
-`first - span * (c / 254)**2`, in f32; 255 means -inf.
+The ids of a row's entries (log p > -inf) are distinct. `logprobs` f32 stands before `tokens`; u8 stands after
+`ids_lo`. With values `u8` code c means `first - span * (c / 254)**2`, in f32; 255 means -inf.
 
 **Dense shards** (codec `raw`, not ragged) hold the plane `checksum`, u64 [B], and then the planes above, whole: row r
 of a plane of w bytes a row is at (start of the plane) + r * w. The checksum of a block is xxh3-64 over its rows of

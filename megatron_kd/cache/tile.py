@@ -14,6 +14,20 @@ from megatron_kd.cache import blocks, codecs, layout
 from megatron_kd.cache.manifest import Manifest
 
 
+def rows_with_repeats(ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    """Rows, bool [n], that hold an id twice among their entries with mass.
+
+    Args:
+        ids: [n, K] integers, 0 to 2^31 - 1.
+        logprobs: [n, K], not increasing along K; -inf without mass.
+    """
+    ordered = ids.astype(np.int32)
+    if logprobs[:, -1:].min(initial=0) == -np.inf:  # what has no mass is like nothing else
+        ordered = np.where(logprobs > -np.inf, ordered, np.arange(-ids.shape[1], 0, dtype=np.int32))
+    ordered.sort(axis=1)
+    return (ordered[:, 1:] == ordered[:, :-1]).any(1)
+
+
 class TileBuffer:
     """One tile, encoded as it is filled. `CacheWriter.open_tile` makes it."""
 
@@ -38,7 +52,7 @@ class TileBuffer:
         Args:
             row: first row, counted from the tile's start.
             tokens: [n] integers, the input tokens at these positions.
-            ids: [n, K] integers below `vocab_real`, most likely first.
+            ids: [n, K] integers below `vocab_real`, most likely first, distinct but where the mass is 0.
             logprobs: [n, K] natural logarithms, not increasing along K.
             log_tail: [n] log of the mass outside the K, -inf if none.
             tail_T: [n, temperatures] log-sum-exp over the tail of (log p) / T; required if the manifest lists
@@ -110,6 +124,9 @@ class TileBuffer:
             raise ValueError(f"{where}: ids must lie in [0, {self._manifest.vocab_real}), the real vocabulary")
         if (given["logprobs"][:, 1:] > given["logprobs"][:, :-1]).any():
             raise ValueError(f"{where}: logprobs must not increase along K (entry 0 is the most likely id)")
+        repeated = rows_with_repeats(given["ids"], given["logprobs"])
+        if repeated.any():
+            raise ValueError(f"{where}: an id occurs twice among the entries of row {int(repeated.argmax())} of these")
 
     @property
     def missing(self) -> int:

@@ -29,7 +29,8 @@ class TopK(NamedTuple):
     """The teacher's distribution at the loss's temperature, per token.
 
     An entry with id -1 or log-probability -inf is absent (ragged K): its column belongs to the tail. An id that a row
-    repeats counts once, with the sum of its probabilities.
+    repeats counts once, with the sum of its probabilities; a caller whose rows cannot repeat one says so with
+    `distinct`, which spares the search.
     """
 
     ids: torch.Tensor
@@ -65,6 +66,8 @@ class LossCall:
     """[N]."""
     keep: torch.Tensor | None
     """[N] bool on the host, the same on every rank: tokens that are computed. None: all."""
+    distinct: bool
+    """Whether the caller vouches that no row of the teacher repeats an id."""
     divergence: Divergence
     kd_weight: float
     ce_weight: float
@@ -107,6 +110,7 @@ def check_arguments(
     strip_tokens: int | None,
     logits_dtype: torch.dtype,
     keep: torch.Tensor | None = None,
+    distinct: bool = False,
 ) -> LossCall:
     """Check the arguments of a loss against each other and flatten them.
 
@@ -154,6 +158,7 @@ def check_arguments(
         token_weight=token_weight,
         labels=labels,
         keep=keep,
+        distinct=distinct,
         divergence=find_divergence(divergence),
         kd_weight=float(kd_weight),
         ce_weight=float(ce_weight),

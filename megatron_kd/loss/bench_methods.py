@@ -181,7 +181,7 @@ def dense(shape: BenchShape) -> Method:
 
 def _ours(function: Callable, inputs: BenchInputs, shape: BenchShape, **options: str) -> torch.Tensor:
     arguments = inputs.hidden, inputs.weight, inputs.teacher, inputs.token_weight
-    return function(*arguments, strip_tokens=shape.strip, **options).total
+    return function(*arguments, strip_tokens=shape.strip, distinct=True, **options).total
 
 
 def dense_compiled(shape: BenchShape) -> Method:

@@ -152,7 +152,13 @@ def value_and_gradient(divergence: Divergence, Q: torch.Tensor, P: torch.Tensor)
 
 
 def teacher_buckets(
-    ids: torch.Tensor, logprobs: torch.Tensor, log_tail: torch.Tensor, keep: torch.Tensor, dtype: torch.dtype
+    ids: torch.Tensor,
+    logprobs: torch.Tensor,
+    log_tail: torch.Tensor,
+    keep: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    distinct: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The teacher's rows made ready: distinct ids, and finite bucket log-probabilities.
 
@@ -162,6 +168,7 @@ def teacher_buckets(
         log_tail: [n].
         keep: [n] bool. A row not kept is replaced before anything is computed from it, so NaN there does no harm.
         dtype: Of the result.
+        distinct: Whether no row repeats an id, so that none has to be looked for.
 
     Returns:
         ids [n, K] int64 with -1 for absent, and P [n, K + 1].
@@ -169,7 +176,8 @@ def teacher_buckets(
     present = keep[:, None] & (ids >= 0) & (logprobs > -math.inf)
     ids = torch.where(present, ids, -1).long()
     logprobs = torch.where(present, logprobs, -math.inf).to(dtype)
-    ids, logprobs = merge_repeated(ids, logprobs)
+    if not distinct:
+        ids, logprobs = merge_repeated(ids, logprobs)
     log_tail = torch.where(keep, log_tail, 0).to(dtype)
     return ids, _finite(torch.cat([logprobs, log_tail[:, None]], dim=1))
 

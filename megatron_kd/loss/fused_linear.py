@@ -67,6 +67,7 @@ def fused_linear_divergence(
     strip_tokens: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
     keep: torch.Tensor | None = None,
+    distinct: bool = False,
 ) -> LossSums:
     """Sum over tokens of the divergence between teacher and student, and of the cross entropy, from hidden states.
 
@@ -97,6 +98,8 @@ def fused_linear_divergence(
         keep: [N] or [S, B] bool on the host, equal on all ranks: False leaves a token out before the products, so that
             half a batch costs half. Only tokens of weight 0 may be. Strips then hold strip_tokens kept tokens, and the
             shapes of the collectives follow from keep. None: nothing depends on data.
+        distinct: The caller vouches that no row of the teacher repeats an id; then none is looked for. If one does
+            all the same, the result is wrong without an error.
 
     Raises:
         LossArgumentError: See check_arguments.
@@ -117,6 +120,7 @@ def fused_linear_divergence(
         strip_tokens=strip_tokens,
         logits_dtype=logits_dtype,
         keep=keep,
+        distinct=distinct,
     )
     with without_autocast(hidden):
         rows = hidden.flatten(0, -2)

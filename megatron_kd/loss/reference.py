@@ -36,6 +36,7 @@ def dense_divergence(
     strip_tokens: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
     keep: torch.Tensor | None = None,
+    distinct: bool = False,
 ) -> LossSums:
     """fused_linear_divergence by autograd on the whole grid: the oracle, in float64 with logits_dtype=torch.float64.
 
@@ -60,10 +61,11 @@ def dense_divergence(
         strip_tokens=strip_tokens,
         logits_dtype=logits_dtype,
         keep=keep,
+        distinct=distinct,
     )
     keep = call.token_weight != 0
     z = GatherVocabulary.apply(own_logits(hidden, weight, keep, call), call.shard)
-    ids, P = teacher_buckets(*call.teacher, keep, call.compute_dtype)
+    ids, P = teacher_buckets(*call.teacher, keep, call.compute_dtype, distinct=call.distinct)
     absent = ids < 0
     logq = (z / call.temperature).log_softmax(-1)
     in_entries = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool, device=z.device)
@@ -95,6 +97,7 @@ def forward_chunked_divergence(
     strip_tokens: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
     keep: torch.Tensor | None = None,
+    distinct: bool = False,
 ) -> LossSums:
     """fused_linear_divergence with the student's logits kept whole, [N, V], and compared with the teacher by chunks.
 
@@ -119,6 +122,7 @@ def forward_chunked_divergence(
         strip_tokens=strip_tokens,
         logits_dtype=logits_dtype,
         keep=keep,
+        distinct=distinct,
     )
     z = own_logits(hidden, weight, call.token_weight != 0, call)
     return LossSums(*ForwardChunked.apply(z, call), call.token_weight.to(call.compute_dtype).sum())
@@ -166,7 +170,8 @@ def own_logits(hidden: torch.Tensor, weight: torch.Tensor, keep: torch.Tensor, c
 def chunk_losses(z: torch.Tensor, rows: slice, call: LossCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Divergence and cross entropy [n] of the tokens `rows`, from this rank's logits z [n, V]. One all-reduce."""
     keep = call.token_weight[rows] != 0
-    ids, P = teacher_buckets(*(part[rows] for part in call.teacher), keep, call.compute_dtype)
+    teacher = (part[rows] for part in call.teacher)
+    ids, P = teacher_buckets(*teacher, keep, call.compute_dtype, distinct=call.distinct)
     # A last column without mass stands for all that is elsewhere; it keeps a shard of padding in the autograd graph.
     elsewhere = z.shape[1]
     z = torch.nn.functional.pad(z, (0, 1), value=EMPTY)

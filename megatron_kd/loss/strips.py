@@ -132,7 +132,8 @@ def load_strip(
     del rows_of_all
     logits = buffer[: len(hidden), : call.shard.real]
     logits_into(logits, hidden, weight[: call.shard.real], call.logits_dtype)
-    ids, P = teacher_buckets(*(whole(part) for part in call.teacher), keep, call.compute_dtype)
+    teacher = (whole(part) for part in call.teacher)
+    ids, P = teacher_buckets(*teacher, keep, call.compute_dtype, distinct=call.distinct)
     labels = None if call.labels is None else torch.where(keep, whole(call.labels), NO_LABEL)
     return Strip(
         rows=rows,

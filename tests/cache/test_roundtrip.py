@@ -157,6 +157,16 @@ def test_requests_the_cache_cannot_meet(cache):
     assert len(reader.read(np.empty((0, 2), np.int64)).tokens) == 0
 
 
+def test_an_id_that_a_row_repeats_is_refused_where_it_has_mass(tmp_path, corpus):
+    buffer = build(tmp_path / "c", corpus, seal=False).open_tile(0)
+    rows = teacher_rows(np.arange(10), 100)
+    rows["ids"][7, 42] = rows["ids"][7, 3]
+    with pytest.raises(ValueError, match="occurs twice among the entries of row 7 "):
+        buffer.put(0, **rows)
+    rows["logprobs"][7, 42:] = -np.inf
+    buffer.put(0, **rows)
+
+
 @pytest.mark.parametrize("field", ["ids", "logprobs", "log_tail", "tail_T"])
 def test_planes_that_no_teacher_makes_are_refused(tmp_path, corpus, field):
     writer = build(tmp_path / "c", corpus, seal=False, temperatures=(2.0,))

@@ -45,6 +45,20 @@ def test_values_and_gradients_equal_the_oracle(name, ce_weight, temperature):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_to_vouch_for_distinct_ids_changes_no_bit(implementation):
+    case = ragged(poison_masked(make_case(k=20)))
+    found = run(partial(IMPLEMENTATIONS[implementation], distinct=True), case, "jsd", ce_weight=0.5)
+    searched = run(IMPLEMENTATIONS[implementation], case, "jsd", ce_weight=0.5)
+    assert torch.equal(found.grad_hidden, searched.grad_hidden) and torch.equal(
+        found.grad_weight, searched.grad_weight
+    )
+    assert (
+        torch.equal(found.total, searched.total)
+        and worst_difference(found, oracle(case, "jsd", ce_weight=0.5)) < 1e-10
+    )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("temperature", (1.0, 3.0))
 def test_a_function_of_the_user_and_mixtures(implementation, temperature):
     case = make_case(temperature=temperature)

@@ -100,6 +100,14 @@ def test_gemm_work(mode, gemms):
     assert counter.get_total_flops() == gemms * 2 * N * H * V
 
 
+@pytest.mark.parametrize("distinct", (True, False))
+def test_distinct_ids_are_not_sorted(distinct):
+    arguments, options = inputs()
+    with OperatorNames() as seen:
+        fused_linear_divergence(*arguments, **options, distinct=distinct).total.backward()
+    assert any("sort" in name for name in seen.names) == (not distinct)
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("mode", ("forward", "recompute"))
 def test_no_value_is_looked_at_by_the_host(mode, dtype):

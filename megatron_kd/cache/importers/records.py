@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 from megatron_kd.cache.errors import ImportRefused
+from megatron_kd.cache.tile import rows_with_repeats
 
 RESOLUTION = {"f32": 1e-6, "f16": 1e-3, "bf16": 8e-3, "approximate": 1e-2}
 """How well 1 - sum(p) is known for values of each precision: the least mass that a derived tail gets."""
@@ -94,16 +95,10 @@ def make_record(
     order = np.lexsort((ids[unordered], -logprobs[unordered]), axis=-1)
     for plane in (ids, logprobs):
         plane[unordered] = np.take_along_axis(plane[unordered], order, -1)
-    _refuse_repeated(where, ids, np.isfinite(logprobs))
-    return Record(where, None if tokens is None else np.asarray(tokens, np.int64), ids, logprobs)
-
-
-def _refuse_repeated(where: str, ids: np.ndarray, there: np.ndarray) -> None:
-    distinct = np.where(there, ids, -1 - np.arange(ids.shape[1]))  # what is no entry is like nothing else
-    distinct = np.sort(distinct, axis=-1)
-    repeated = (distinct[:, 1:] == distinct[:, :-1]).any(1)
+    repeated = rows_with_repeats(ids, logprobs)
     if repeated.any():
-        raise ImportRefused(f"{where}, row {int(np.flatnonzero(repeated)[0])}: an id occurs twice among the entries")
+        raise ImportRefused(f"{where}, row {int(repeated.argmax())}: an id occurs twice among the entries")
+    return Record(where, None if tokens is None else np.asarray(tokens, np.int64), ids, logprobs)
 
 
 def with_tail(record: Record, precision: str) -> tuple[np.ndarray, np.ndarray]:
