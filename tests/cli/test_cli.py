@@ -47,6 +47,25 @@ assert not heavy, heavy
     assert max(map(len, done.stdout.splitlines())) <= 119
 
 
+@pytest.mark.parametrize(("module", "extra"), [("hydra", "teacher"), ("transformers", "teacher")])
+def test_a_package_that_is_not_there_is_named_with_what_brings_it(tmp_path, module, extra):
+    corpus = write_corpus(tmp_path / "corpus", random_documents(1, count=5))
+    words = ["cache", "build", "--teacher", "x", "--corpus", corpus.prefix, "--out", tmp_path / "c"]
+    code = f"""
+import importlib.abc, sys
+from megatron_kd.cli import main
+class Without(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=name)
+sys.meta_path.insert(0, Without())
+sys.exit(main({[*map(str, words)]}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == f"megatron-kd: {module} is not installed here: pip install 'megatron-kd[{extra}]'\n"
+
+
 @pytest.mark.parametrize("command", [["cache", "info", "CACHE", "--json"], ["cache", "build", "--help"]], ids=str)
 def test_output_that_nobody_reads_to_its_end_is_no_error(tmp_path, command):
     """As in `megatron-kd cache info DIR | head -1`."""
