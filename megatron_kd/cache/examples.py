@@ -13,6 +13,7 @@ other ends the run when the stored tokens are compared with the batch's. Costs m
 built, and the table in a training process.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -138,17 +139,23 @@ def read_table(store: Store, manifest: Manifest) -> bytes | None:
         return None
     if not store.exists(NAME):
         raise CorruptFile(f"{store.where(NAME)} is missing; run the same `megatron-kd cache build` again")
-    file = store.open(NAME)
-    try:
-        data = bytearray(file.size)
-        file.fill([memoryview(data)], 0, len(data))
-    finally:
-        file.close()
-    if (found := digest_bytes(data)) != wanted:
-        raise CorruptFile(
-            f"{store.where(NAME)} has digest {found}, the manifest says {wanted}: restore it from a copy"
-        )
-    return bytes(data)
+    size = 32 * manifest.corpus["n_units"]
+
+    def read() -> bytes:
+        with contextlib.closing(store.open(NAME)) as file:
+            if file.size != size:
+                raise CorruptFile(
+                    f"{store.where(NAME)} has {file.size} bytes, expected {size}: restore it from a copy"
+                )
+            data = bytearray(size)
+            file.fill([memoryview(data)], 0, size)
+        if (found := digest_bytes(data)) != wanted:
+            raise CorruptFile(
+                f"{store.where(NAME)} has digest {found}, the manifest says {wanted}: restore it from a copy"
+            )
+        return bytes(data)
+
+    return store.twice(read)
 
 
 class ExampleTable:

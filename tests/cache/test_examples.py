@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Examples are found by their tokens, whole or cut, and by nothing else; the table travels with a copy."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -78,3 +80,10 @@ def test_the_table_is_copied_and_damage_to_it_is_seen(cache, tmp_path):
     (cache / NAME).write_bytes(bytes(32))
     with pytest.raises(CorruptFile, match=NAME):
         copy_cache(cache, tmp_path / "other")
+
+
+def test_a_table_of_another_size_is_named_before_memory_is_taken_for_it(cache):
+    os.truncate(cache / NAME, 1 << 42)
+    reader = CacheReader(cache)
+    with pytest.raises(CorruptFile, match=rf"{NAME} has {1 << 42} bytes, expected 96"):
+        read_table(reader.store, reader.manifest)
