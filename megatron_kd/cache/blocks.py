@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import zstandard
 
-from megatron_kd.cache.codecs import ABSENT, join_ids, split_ids
+from megatron_kd.cache.codecs import ABSENT, first_entries, join_ids, split_ids
 from megatron_kd.cache.layout import RowFormat
 
 LEVEL = 1
@@ -75,7 +75,7 @@ def pack(planes: dict[str, np.ndarray], row_format: RowFormat, compressor: zstan
         compressor: for codec `zstd`; `compressor()` makes it.
     """
     if row_format.ragged:
-        kept = np.arange(row_format.top_k) < planes["count"][:, None]
+        kept = first_entries(planes["count"], row_format.top_k)
         low, high = split_ids(planes["ids"][kept][None], row_format.id_hi_bits)
         planes = planes | {"logprobs": planes["logprobs"][kept], "ids_lo": low, "ids_hi": high}
     items = {p.name: np.ascontiguousarray(planes[p.name]).reshape(-1) for p in row_format.data_planes(1)}
@@ -141,7 +141,7 @@ def _unpack_ragged(payload: "_Payload", row_format: RowFormat, rows: int, out: d
         payload.fill(plane.name, target)
     ids = payload.scratch.take("ids/entries", (1, entries), np.int32)
     join_ids(flat["ids_lo"][None], flat["ids_hi"][None], row_format.id_hi_bits, ids)
-    kept = np.arange(row_format.top_k) < out["count"][:, None]
+    kept = first_entries(out["count"], row_format.top_k)
     for name, fill, values in (
         ("logprobs", _NO_MASS[row_format.values], flat["logprobs"]),
         ("ids", ABSENT, ids[0]),

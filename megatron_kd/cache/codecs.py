@@ -123,17 +123,22 @@ def decode_ids(planes: dict[str, np.ndarray], row_format: RowFormat, out: np.nda
 
 
 def nucleus(logprobs: np.ndarray, top_p: float) -> np.ndarray:
-    """Entries [n] that a row keeps: as few as hold the mass `top_p`, none of them of mass 0."""
+    """Entries [n], u32, that a row keeps: as few as hold the mass `top_p`, none of them of mass 0."""
     mass = np.exp(logprobs, dtype=np.float32)
     kept = np.count_nonzero(logprobs > -np.inf, axis=1)
     if top_p < 1:
         np.minimum(kept, 1 + np.count_nonzero(np.cumsum(mass, axis=1)[:, :-1] < np.float32(top_p), axis=1), out=kept)
-    return kept
+    return kept.astype(np.uint32)
+
+
+def first_entries(count: np.ndarray, top_k: int) -> np.ndarray:
+    """Which of K entries are among the first `count` [n] of their row, bool [n, K]; narrow counts are fast."""
+    return np.arange(top_k, dtype=count.dtype) < count[:, None]
 
 
 def fold(log_tail: np.ndarray, logprobs: np.ndarray, count: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     """The tail [n] at T with the entries [n, K] from `count` [n] on added to it."""
-    dropped = np.where(np.arange(logprobs.shape[1]) < count[:, None], -np.inf, logprobs) / temperature
+    dropped = np.where(first_entries(count, logprobs.shape[1]), -np.inf, logprobs) / temperature
     top = np.maximum(log_tail, dropped.max(1))
     top = np.where(top > -np.inf, top, 0)
     with np.errstate(divide="ignore"):

@@ -87,7 +87,7 @@ class TileBuffer:
             for column, temperature in enumerate(row_format.temperatures):
                 tail_T = tail_T.copy() if column == 0 else tail_T
                 tail_T[:, column] = codecs.fold(tail_T[:, column], logprobs, count, temperature)
-            logprobs = np.where(np.arange(row_format.top_k) < count[:, None], logprobs, -np.inf)
+            logprobs = np.where(codecs.first_entries(count, row_format.top_k), logprobs, -np.inf)
             planes["ids"] = given["ids"]
         else:
             planes["ids_lo"], planes["ids_hi"] = codecs.split_ids(given["ids"], row_format.id_hi_bits)

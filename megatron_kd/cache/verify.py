@@ -254,7 +254,7 @@ def _as_stored(
     if not row_format.ragged:
         return fresh, slack
     count = (stored.logprobs > -np.inf).sum(1)
-    kept = np.arange(row_format.top_k) < count[:, None]
+    kept = codecs.first_entries(count, row_format.top_k)
     return fresh | {
         "ids": np.where(kept, fresh["ids"], codecs.ABSENT),
         "logprobs": np.where(kept, fresh["logprobs"], -np.inf),
