@@ -205,6 +205,32 @@ def count_items(root: Path, data: str, **kwargs: Any) -> int:
     return len(provider([1, 1, 0], cfg.dataset, tokenizer=build_tokenizer(cfg.tokenizer))[0])
 
 
+def distil_evaluated(root: Path, *, kd: bool = True, **kwargs: Any) -> dict[str, float]:
+    """Validation losses by name over all of it, after one step that changes nothing (learning rate 0)."""
+    from megatron.bridge.training.callbacks import Callback
+
+    from megatron_kd.bridge.train import train
+
+    found = {}
+
+    class Evaluation(Callback):
+        def on_eval_end(self, context: Any) -> None:
+            found.update({name: float(value) for name, value in context.total_loss_dict.items()})
+
+    cfg = sft_config(
+        *(root, "pairs"),
+        kd={"cache": str(root / "pairs-cache"), "ce_weight": 0.5} if kd else None,
+        steps=1,
+        optimizer__lr=0.0,
+        optimizer__min_lr=0.0,
+        validation__eval_interval=1,
+        validation__eval_iters=1,
+        **kwargs,
+    )
+    train(cfg, callbacks=[Evaluation()])
+    return found
+
+
 def distil_sft(
     root: Path, data: str, *, cache: str | None = None, kill_after: int | None = None, **kwargs: Any
 ) -> list[dict[str, float]]:

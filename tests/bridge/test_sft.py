@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning data: every position with loss meets the row of the tokens before it, packed or not, at any layout."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -38,22 +40,41 @@ def test_one_cache_serves_unpacked_offline_packed_and_in_batch_packed_data(data)
     assert found["pairs", "offline"]["packed"] < EXAMPLES / 2
 
 
-def whole(root, packing, cp):
+def whole(root, packing, cp=1, ep=1, **layout):
     """One step over all of the data."""
     batch = {"global_batch": EXAMPLES}
     if packing == "offline":
         count = run_ranks(sft.count_items, 1, args=(root, "pairs"), kwargs={"packing": packing, "cp": cp})[0]
         batch = {"global_batch": count}
     elif packing == "in_batch":
-        batch |= {"micro_batch": EXAMPLES // 2}
-    return steps(root, "pairs", cp, packing=packing, cp=cp, steps=1, **batch)
+        batch |= {"micro_batch": EXAMPLES // 2 // ep}
+    world_size = cp * ep * math.prod(layout.values())
+    return steps(root, "pairs", world_size, packing=packing, cp=cp, ep=ep, steps=1, **batch, **layout)
+
+
+@pytest.fixture(scope="module")
+def unpacked(data):
+    return whole(data, None)
 
 
 @pytest.mark.slow
-def test_packed_as_unpacked_and_two_context_parallel_ranks_as_one(data):
-    first, *others = (whole(data, packing, cp) for cp in (1, 2) for packing in (None, "offline", "in_batch"))
-    for other in others:
-        np.testing.assert_allclose(other, first, atol=1e-5, rtol=0)
+@pytest.mark.parametrize("layout", [{}, {"cp": 2}, {"tp": 2}, {"pp": 2}, {"ep": 2}, {"tp": 2, "cp": 2}], ids=str)
+def test_packed_as_unpacked_at_every_layout_as_on_one_rank(data, unpacked, layout):
+    for packing in (None, "offline", "in_batch"):
+        np.testing.assert_allclose(whole(data, packing, **layout), unpacked, atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_validation_reads_the_cache_as_well(data):
+    """The five answers that are not trained on, in one batch; their cross entropy is what Megatron reports."""
+
+    def evaluated(world_size=1, **kwargs):
+        return run_ranks(sft.distil_evaluated, world_size, args=(data,), kwargs={"global_batch": 5} | kwargs)[-1]
+
+    first, stock = evaluated(), evaluated(kd=False)
+    assert first["lm loss"] == pytest.approx(stock["lm loss"], abs=5e-3) and first["kd loss"] > 0.1
+    for found in (evaluated(2, tp=2), evaluated(2, pp=2), evaluated(2, cp=2), evaluated(packing="offline", global_batch=2)):
+        assert found == pytest.approx(first, abs=1e-5)
 
 
 @pytest.mark.slow
