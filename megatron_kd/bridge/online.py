@@ -57,6 +57,8 @@ _SHARED = (
 
 _OF_TRAINING = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
 """What Bridge has put into the student's provider by the time the teacher is built."""
+_LATER_TOKENS = "mtp_num_layers"
+"""Heads for later tokens, which say nothing of the next."""
 
 
 class OnlineFeed:
@@ -157,8 +159,8 @@ def teacher_provider(cfg: KDConfigContainer, prepare: Prepare | None = None) -> 
     name = cfg.kd.teacher
     if name == SYNTHETIC:
         provider = copy.copy(cfg.model)
-        for function in _OF_TRAINING:
-            setattr(provider, function, None)
+        for name in (*_OF_TRAINING, _LATER_TOKENS):
+            setattr(provider, name, None)
         return provider
     try:
         provider = AutoBridge.from_hf_pretrained(str(name)).to_megatron_provider(load_weights=True)
@@ -166,6 +168,7 @@ def teacher_provider(cfg: KDConfigContainer, prepare: Prepare | None = None) -> 
         raise ConfigError(f"kd.teacher={name} cannot be read: {error}") from error
     for key in _SHARED:
         setattr(provider, key, getattr(cfg.model, key))
+    setattr(provider, _LATER_TOKENS, None)
     if provider.num_moe_experts:
         provider.expert_model_parallel_size = cfg.model.expert_model_parallel_size
     if prepare is not None:

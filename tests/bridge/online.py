@@ -73,6 +73,7 @@ def Watch(closely: bool) -> Any:
                 p.grad is not None or hasattr(p, "main_grad") for m in others for p in m.parameters()
             ].count(True)
             self.found["teachers"] = len(others)
+            self.found["teacher"] = sum(p.numel() for m in others for p in m.parameters())
             self.found["teacher moved"] = [
                 digest(module) - self.found["before"][id(module)]
                 for module in others

@@ -70,6 +70,12 @@ def test_the_teacher_is_in_nothing_of_the_students(world, on_one_rank):
     assert len(found["gradient"]) == len(cached["gradient"]) == found["student"]
 
 
+def test_the_teacher_of_a_student_with_heads_for_later_tokens_has_none(world, on_one_rank):
+    more = {"model__mtp_num_layers": 1, "load_weights": False}
+    found = online(world, "synthetic", steps=1, watch=True, **more)[0]
+    assert found["teacher"] == on_one_rank["student"] < found["student"]
+
+
 @pytest.mark.parametrize("top_k", [100, 512])
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(world, top_k):
     """Forward KL and its gradient are 0 whatever K is."""
