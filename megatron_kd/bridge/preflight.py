@@ -48,6 +48,7 @@ from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
 
 from megatron_kd.bridge.finalise import check_final, finalise_preview
 from megatron_kd.bridge.overrides import UserValues
+from megatron_kd.bridge.splits import check_splits
 from megatron_kd.bridge.targets import check_checkpoint
 from megatron_kd.errors import ConfigError
 from megatron_kd.stages import mix_up_messages
@@ -68,7 +69,8 @@ def check_before_start(cfg: ConfigContainer, user_values: UserValues, *, world_s
 
 
 def check_settings(cfg: ConfigContainer, *, world_size: int) -> None:
-    """The checks that need neither a GPU nor Transformer Engine: support, lengths, paths, layout.
+    """The checks that need neither a GPU nor Transformer Engine: support, lengths, paths, parts
+    of the corpus, layout.
 
     Raises:
         ConfigError: the first that fails.
@@ -77,6 +79,7 @@ def check_settings(cfg: ConfigContainer, *, world_size: int) -> None:
     check_lengths(cfg)
     check_vocabulary(cfg)
     check_paths(cfg)
+    check_splits(cfg)
     check_layout(cfg, world_size)
 
 

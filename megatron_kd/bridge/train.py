@@ -20,6 +20,7 @@ from megatron_kd.bridge.callbacks import FinalValues, RunWatch, VocabularyCheck
 from megatron_kd.bridge.config import KDConfigContainer, UserValues, refuse_unsupported
 from megatron_kd.bridge.dataset import keyed_datasets
 from megatron_kd.bridge.online import OnlineFeed, OnlineForwardStep, Prepare
+from megatron_kd.bridge.splits import check_splits
 from megatron_kd.bridge.step import KDForwardStep
 from megatron_kd.bridge.teacher_feed import SYNTHETIC, CacheFeed, SyntheticFeed, TeacherFeed
 from megatron_kd.bridge.watch import LossMeter
@@ -50,6 +51,7 @@ def train(
     if cfg.kd is not None:
         cfg.kd.finalize()
     refuse_unsupported(cfg)
+    check_splits(cfg)
     callbacks = [*([FinalValues(user_values)] if user_values else []), *callbacks]
     if cfg.kd is None:
         pretrain(cfg, gpt_step.forward_step, callbacks=callbacks)

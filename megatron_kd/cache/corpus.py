@@ -27,6 +27,27 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
+def count_sequences(prefix: str | Path) -> int:
+    """Sequences of an indexed dataset, from the first bytes of its index.
+
+    Raises:
+        CorpusError: it is no index.
+    """
+    idx = Path(f"{prefix}.idx")
+    with open(idx, "rb") as file:
+        return _counts(idx, file.read(_HEADER.size))[1]
+
+
+def _counts(idx: Path, data: bytes) -> tuple[int, int, int]:
+    """Dtype code, sequences and document marks, as an index begins."""
+    if len(data) < _HEADER.size or data[:9] != _MAGIC:
+        raise CorpusError(f"{idx} is not the index of a Megatron indexed dataset (wrong first bytes)")
+    _, version, code, sequences, marks = _HEADER.unpack_from(data)
+    if version != 1 or code not in _DTYPES:
+        raise CorpusError(f"{idx} has version {version}, dtype code {code}; known are version 1, {list(_DTYPES)}")
+    return code, sequences, marks
+
+
 class Corpus:
     """A Megatron indexed dataset, read with numpy.
 
@@ -69,13 +90,7 @@ class Corpus:
         return len(self.lengths)
 
     def _read_index(self, data: bytes) -> None:
-        if len(data) < _HEADER.size or data[:9] != _MAGIC:
-            raise CorpusError(f"{self._idx} is not the index of a Megatron indexed dataset (wrong first bytes)")
-        _, version, code, sequences, marks = _HEADER.unpack_from(data)
-        if version != 1 or code not in _DTYPES:
-            raise CorpusError(
-                f"{self._idx} has version {version}, dtype code {code}; known are version 1, {list(_DTYPES)}"
-            )
+        code, sequences, marks = _counts(self._idx, data)
         expected = _HEADER.size + 12 * sequences + 8 * marks
         if len(data) != expected:
             raise CorpusError(

@@ -25,6 +25,7 @@ def distil_config(
     *,
     kd: dict[str, Any] | None,
     seed: int = 1234,
+    split: str = "100,0,0",
     **kwargs: Any,
 ) -> Any:
     """`tiny_gpt_oss` on a corpus on disk, with the given `kd` settings (None: Megatron's default loss)."""
@@ -33,7 +34,7 @@ def distil_config(
     cfg = tiny_gpt_oss(hf, **kwargs)
     cfg.dataset.data_path = str(corpus)
     cfg.dataset.blend, cfg.dataset.mock = None, False
-    cfg.dataset.split = "100,0,0"
+    cfg.dataset.split = split
     cfg.dataset.random_seed = seed
     cfg.dataset.path_to_cache = str(index_cache)
     return KDConfigContainer.wrap(cfg, None if kd is None else KDConfig(**kd))
@@ -78,9 +79,9 @@ def distil_evaluated(hf: Path, corpus: Path, index_cache: Path, *, kd: dict[str,
         optimizer__lr=0.0,
         optimizer__min_lr=0.0,
         **{f"validation__{name}": value for name, value in evaluate.items()},
+        split="80,20,0",
         **kwargs,
     )
-    cfg.dataset.split = "80,20,0"
     train(cfg, callbacks=[Evaluation()])
     return found
 

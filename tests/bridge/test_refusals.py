@@ -59,6 +59,12 @@ def test_a_flipped_byte(world, tmp_path):
     refused(world, tmp_path, "CorruptBlock", kd={"cache": str(broken)})
 
 
+def test_a_part_of_the_corpus_without_a_document(world, tmp_path):
+    """Megatron alone would not end."""
+    message = "leaves the validation part without one of the 60 documents"
+    refused(world, tmp_path, "dataset.split=9999,8,2", message, split="9999,8,2")
+
+
 def test_more_entries_than_stored(world, tmp_path):
     refused(world, tmp_path, "ServeError", "top_k=21", "stores 20", kd={"top_k": 21})
 
