@@ -73,7 +73,12 @@ def test_validation_reads_the_cache_as_well(data):
 
     first, stock = evaluated(), evaluated(kd=False)
     assert first["lm loss"] == pytest.approx(stock["lm loss"], abs=5e-3) and first["kd loss"] > 0.1
-    for found in (evaluated(2, tp=2), evaluated(2, pp=2), evaluated(2, cp=2), evaluated(packing="offline", global_batch=2)):
+    for found in (
+        evaluated(2, tp=2),
+        evaluated(2, pp=2),
+        evaluated(2, cp=2),
+        evaluated(packing="offline", global_batch=2),
+    ):
         assert found == pytest.approx(first, abs=1e-5)
 
 
