@@ -94,13 +94,15 @@ class MegatronTeacher:
             teacher: Hugging Face folder or hub name: architecture, tokenizer, weights.
             checkpoint: Megatron checkpoint with the weights, instead of the folder's.
             dtype: of weights and forward pass, `float32` or `bfloat16`.
-            settings: of the model provider, such as parallel sizes.
+            settings: of the model provider, such as parallel sizes. Experts are not split
+                (`expert_tensor_parallel_size=1`) unless that is set.
             tokenizer: folder, name, or tokenizer object; default the teacher's own.
             vocab_size: real vocabulary; only needed when there is no tokenizer.
             prepare: called with the provider before it is finalised.
 
         Raises:
-            ConfigError: a setting that the provider does not have, or of another type, or the dtype's.
+            ConfigError: a setting that the provider does not have, or of another type, or the dtype's; settings that
+                Megatron refuses.
             TeacherError: missing files, a vocabulary that does not fit.
         """
         if dtype not in _DTYPES:
@@ -110,6 +112,8 @@ class MegatronTeacher:
         bridge = AutoBridge.from_hf_pretrained(str(teacher))
         provider = bridge.to_megatron_provider(load_weights=checkpoint is None)
         provider.mtp_num_layers = None  # its heads for later tokens have nothing to say of the next
+        if provider.num_moe_experts:
+            provider.expert_tensor_parallel_size = 1  # Megatron's own default is TP, which many experts do not allow
         settings = settings or {}
         if taken := sorted(_precision(dtype).keys() & settings):
             raise ConfigError(f"model.{taken[0]}: the dtype of a teacher is set by --dtype, here {dtype}.")
@@ -119,7 +123,12 @@ class MegatronTeacher:
             vars(provider).update(ONE_AT_A_TIME)
         if prepare is not None:
             prepare(provider)
-        provider.finalize()
+        try:
+            provider.finalize()
+        except (AssertionError, ValueError) as error:
+            raise ConfigError(
+                f"Megatron refuses the teacher {teacher} with these settings of model.*: {error}"
+            ) from error
         if not dist.is_initialized():
             on_gpu = torch.cuda.is_available() and prepare is None
             dist.init_process_group("nccl" if on_gpu else "gloo")

@@ -136,6 +136,9 @@ def add_build(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace
     group.add_argument(
         "--cpu-ranks", type=positive, metavar="N", help="run the Megatron teacher on N CPU ranks of this machine"
     )
+    group.add_argument(
+        "--cpu", action="store_true", help="each rank that was started for the Megatron teacher is a CPU, over gloo"
+    )
     group = parser.add_argument_group("what is stored")
     group.add_argument("--top-k", type=positive, default=100, metavar="K", help="entries a token (default 100)")
     group.add_argument(

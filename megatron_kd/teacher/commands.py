@@ -53,10 +53,11 @@ def run_build(args: argparse.Namespace) -> Path | None:
     if args.engine == "megatron":
         if args.cpu_ranks:
             return _on_cpu_ranks(args, model)
-        first = build_on_this_rank(args, model, prepare=None)
+        first = build_on_this_rank(args, model, prepare=_cpu() if args.cpu else None)
         return args.out if first and not args.dry_run else None
-    if args.cpu_ranks or args.checkpoint or (model and args.engine != "vllm"):
-        name = "--cpu-ranks" if args.cpu_ranks else "--checkpoint" if args.checkpoint else "model.*"
+    given = {"--cpu-ranks": args.cpu_ranks, "--cpu": args.cpu, "--checkpoint": args.checkpoint}
+    given["model.*"] = model and args.engine != "vllm"
+    if name := next((name for name, value in given.items() if value), None):
         raise ConfigError(f"{name} is for a Megatron teacher; add --engine megatron.")
     if args.engine == "vllm":
         from megatron_kd.teacher.vllm import VllmTeacher
@@ -203,6 +204,14 @@ def _rendezvous_of_slurm() -> None:
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
     os.environ.setdefault("MASTER_ADDR", get_master_addr_safe())
     os.environ.setdefault("MASTER_PORT", str(get_master_port_safe()))
+
+
+def _cpu() -> Any:
+    """Make this process a CPU rank; what makes a model's provider fit for it."""
+    from megatron_kd import dryrun
+
+    dryrun.enable()
+    return dryrun.prepare_model
 
 
 def _on_cpu_ranks(args: argparse.Namespace, model: dict[str, Any]) -> Path | None:

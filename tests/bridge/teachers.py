@@ -2,7 +2,6 @@
 """Caches of one corpus by a Megatron teacher at several layouts, in the same four CPU ranks; runs inside a rank."""
 
 from pathlib import Path
-from typing import Any
 
 LAYOUTS = {
     "DP=4": {},
@@ -35,10 +34,9 @@ def build_all(hf: Path, corpus: Path, root: Path) -> None:
 
     torch.distributed.init_process_group("gloo")
     for name, sizes in LAYOUTS.items():
-        settings: dict[str, Any] = {"expert_tensor_parallel_size": 1, **sizes}
         checkpoint = root / "checkpoint" if "checkpoint" in name else None
         teacher = MegatronTeacher.load(
-            hf, checkpoint=checkpoint, dtype="float32", settings=settings, prepare=prepare_model
+            hf, checkpoint=checkpoint, dtype="float32", settings=sizes, prepare=prepare_model
         )
         if name == next(iter(LAYOUTS)):
             AutoBridge.from_hf_pretrained(str(hf)).save_megatron_model(teacher.model, root / "checkpoint")

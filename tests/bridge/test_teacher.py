@@ -52,7 +52,6 @@ batch_tokens: 256
 accept_teacher_loss: true
 model:
   tensor_model_parallel_size: 2
-  expert_tensor_parallel_size: 1
 """
     )
     return ["cache", "build", "--config-file", str(caches / "build.yaml"), "--out", str(caches / "by-command")]
@@ -78,7 +77,12 @@ def test_the_command_reads_a_file_and_overrides_it(caches, command, capsys):
             ["--cpu-ranks", "1", "model.tensor_model_parallel_size=two"],
             r"model.tensor_model_parallel_size expects int, found 'two' \(str\)",
         ),
+        (
+            ["--cpu-ranks", "2", "model.expert_tensor_parallel_size=2"],
+            r"Megatron refuses the teacher .*/hf with these settings of model.\*: Bias in Moe is only supported",
+        ),
         (["--engine", "transformers"], "model.* is for a Megatron teacher; add --engine megatron"),
+        (["--engine", "transformers", "--cpu"], "--cpu is for a Megatron teacher; add --engine megatron"),
         (["kd.top_k=3"], "kd= is no setting of a teacher"),
     ],
 )

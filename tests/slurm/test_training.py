@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_kd import dryrun
+from megatron_kd.cache import CacheReader
 from tests.bridge.corpora import write_pair_corpus
 from tests.dryrun.tiny import write_tiny_gpt_oss
 from tests.slurm.cluster import wait_for
@@ -51,13 +52,27 @@ def inputs(cluster, tmp_path_factory) -> Path:
 
 
 def test_the_jobs_of_an_array_build_one_cache(inputs):
-    from megatron_kd.cache import CacheReader
     from megatron_kd.cache.verify import verify
 
     assert CacheReader(inputs / "cache").n_rows == 120**2  # which opens sealed caches only
     assert not verify(inputs / "cache").problems
     logs = sorted((inputs / "cache.logs").glob("*.out"))
     assert len(logs) == 2 and all("this job's share is done" in log.read_text() for log in logs)
+
+
+def test_the_ranks_of_a_megatron_teacher_on_two_nodes_build_the_same_cache(cluster, inputs):
+    """At TP=2 x EP=1; against the cache of the transformers teacher, whose writers were single tasks."""
+    arguments = ["--engine", "megatron", "--teacher", inputs / "student", "--corpus", inputs / "corpus"]
+    arguments += ["--out", inputs / "megatron", "--top-k", 20, "--tile-tokens", 2000, "--accept-teacher-loss"]
+    layout = ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]
+    job = Job(cluster, "cache.sbatch", TWO_NODES, [*arguments, *layout])
+    job.wait("COMPLETED", "FAILED", timeout_s=400, logs=inputs / "megatron.logs")
+    assert job.facts["JobState"] == "COMPLETED", log_text(inputs / "megatron.logs")
+    every = np.array([[0, 120**2]])
+    found, true = (CacheReader(inputs / name).read(every) for name in ("megatron", "cache"))
+    np.testing.assert_array_equal(found.tokens, true.tokens)
+    np.testing.assert_allclose(found.logprobs, true.logprobs, atol=4e-3)  # one step of f16 at log p of -4 to -8
+    assert (found.ids == true.ids).mean() > 0.999
 
 
 def train(cluster, inputs: Path, run_dir: Path, *arguments: str) -> Job:
