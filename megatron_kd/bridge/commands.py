@@ -97,8 +97,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 0, or 1 if a dry run broke down."""
     request = Request(args.recipe, args.student, args.config_file, tuple(args.overrides))
-    if not (args.dry_run or args.check_only) and (args.ranks or args.world_size):
+    if not (args.dry_run or args.check_only) and (args.ranks is not None or args.world_size is not None):
         raise UserError("--ranks and --world-size belong to --dry-run; a real run has as many ranks as were started.")
+    for name in ("ranks", "world_size"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
     if args.check_only:
         return check_only(request, args)
     require_bridge("training needs Megatron-Bridge")
@@ -126,13 +129,15 @@ def check_readable(request: Request) -> None:
     """Whatever is wrong with the YAML or the arguments as such is said before Megatron is imported.
 
     Raises:
-        ConfigError: not YAML, or not hydra's grammar.
+        ConfigError: not YAML, not hydra's grammar, or no known recipe.
     """
     from megatron_kd.bridge.settings import read_arguments, read_yaml
+    from megatron_kd.launch.keys import check_recipe
 
-    read_arguments(request.overrides)
-    if request.config_file is not None:
-        read_yaml(request.config_file)
+    trees = [read_yaml(request.config_file).tree] if request.config_file else []
+    trees += [read_arguments(request.overrides).tree, {"recipe": request.recipe}]
+    for tree in trees:
+        check_recipe(tree.get("recipe"))
 
 
 def check_only(request: Request, args: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ Flows out: a folder that ``transformers`` loads, with a model card. Cost: one co
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import yaml
 from megatron.bridge import AutoBridge
 from transformers import AutoConfig, AutoTokenizer
 
+from megatron_kd.bridge.iterations import iteration_folder
 from megatron_kd.bridge.model_card import model_card
 from megatron_kd.bridge.targets import check_checkpoint
 from megatron_kd.errors import UserError
@@ -54,34 +54,6 @@ def export_hf(checkpoint: Path, reference: Path | str | None, out: Path, *, iter
     AutoTokenizer.from_pretrained(str(reference)).save_pretrained(str(out))
     (out / "README.md").write_text(model_card(out.name, str(reference), saved, settings))
     return out
-
-
-def iteration_folder(checkpoint: Path, iteration: int | None) -> Path:
-    """The folder ``iter_*`` that is meant.
-
-    Raises:
-        UserError: There is none.
-    """
-    if (checkpoint / "checkpoints").is_dir():
-        checkpoint = checkpoint / "checkpoints"
-    if not checkpoint.exists():
-        raise UserError(f"checkpoint: {checkpoint} does not exist. Give the run's folder, or its `checkpoints`.")
-    if checkpoint.name.startswith("iter_") and iteration is None:
-        return checkpoint
-    found = {int(path.name[5:]): path for path in checkpoint.glob("iter_*") if re.fullmatch(r"iter_\d+", path.name)}
-    if not found or (iteration is not None and iteration not in found):
-        have = ", ".join(map(str, sorted(found))) or "none"
-        raise UserError(
-            f"checkpoint: {checkpoint} has no iteration{'' if iteration is None else f' {iteration}'}; it has {have}."
-        )
-    return found[_newest(checkpoint, found) if iteration is None else iteration]
-
-
-def _newest(checkpoint: Path, found: dict[int, Path]) -> int:
-    """The last that was finished: a run killed while it saved leaves a folder beyond it that lacks parts."""
-    tracker = checkpoint / "latest_checkpointed_iteration.txt"
-    finished = tracker.read_text().strip() if tracker.exists() else ""
-    return int(finished) if finished.isdigit() and int(finished) in found else max(found)
 
 
 def _saved_settings(saved: Path) -> dict[str, Any]:

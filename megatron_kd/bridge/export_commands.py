@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_kd import dryrun
 from megatron_kd.bridge.commands import require_bridge
+from megatron_kd.bridge.iterations import iteration_folder
 from megatron_kd.errors import UserError
 
 _DESCRIPTION = """\
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--run-dir {args.run_dir} does not exist. Give the folder that `train --run-dir` named.")
     if any(args.out.glob("*.safetensors")):
         raise UserError(f"--out {args.out} already holds a model. Give another folder, or remove it.")
+    iteration_folder(args.run_dir, args.iteration)
     require_bridge("export needs Megatron-Bridge")
     words = (args.run_dir.absolute(), args.reference, args.out.absolute(), args.iteration)
     print("Loading Megatron-Bridge (half a minute).", flush=True)

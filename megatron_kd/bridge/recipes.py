@@ -7,7 +7,6 @@ use are written down here, and `student` replaces the hub's model in every recip
 """
 
 import copy
-import difflib
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
 
 from megatron_kd.bridge.config import KDConfig, KDConfigContainer
 from megatron_kd.errors import ConfigError
+from megatron_kd.launch.keys import unknown_recipe
 
 Recipe = Callable[[], ConfigContainer]
 _RECIPES: dict[str, Recipe] = {}
@@ -88,12 +88,7 @@ def _find(name: str) -> Recipe:
         return _imported(name)
     known = _bridge_recipes() | _RECIPES
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        raise ConfigError(
-            f"unknown recipe {name!r}. {f'Did you mean {" or ".join(near)}? ' if near else ''}"
-            f"Ours: {', '.join(_RECIPES)}; besides, every function of megatron.bridge.recipes, hf:FOLDER, and "
-            "package.module:function."
-        )
+        raise ConfigError(unknown_recipe(name, _RECIPES, known))
     return known[name]
 
 

@@ -158,6 +158,8 @@ def _check_options(args: argparse.Namespace) -> None:
         raise UserError(f"--time {args.time}: expected minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS, such as 8:00:00.")
     if args.array is not None and not re.fullmatch(r"\d+-\d+(:\d+)?(%\d+)?", args.array):
         raise UserError(f"--array {args.array}: expected FROM-TO, such as 0-7, so that each job knows its share.")
+    if args.array is not None and int(args.array.partition("-")[0]) > int(re.split("[-:%]", args.array)[1]):
+        raise UserError(f"--array {args.array}: expected FROM-TO with FROM not above TO, such as 0-7.")
     for name in ("sbatch", "srun"):
         for option in getattr(args, name):
             if not option.startswith("-"):

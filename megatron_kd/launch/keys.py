@@ -16,7 +16,7 @@ import importlib.metadata
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ def check_keys(tree: Mapping[str, Any]) -> None:
     """
     kd = _kd_hints()
     _check_kd(tree.get("kd") or {}, kd)
+    check_recipe(tree.get("recipe"))
     listed = json.loads(PATH.read_text())
     if _bridge_version() not in (None, listed["megatron-bridge"]):
         return
@@ -54,6 +55,29 @@ def check_keys(tree: Mapping[str, Any]) -> None:
                 raise ConfigError(_unknown(f"{section}.{name}", sections[section], sections))
             if section != "kd":
                 _check_type(f"{section}.{name}", values[name], sections[section].get(name))
+
+
+def check_recipe(name: Any) -> None:
+    """Looks for a recipe's name on the list, unless it says itself where the recipe is, or there is none.
+
+    Raises:
+        ConfigError: has the nearest names.
+    """
+    listed = json.loads(PATH.read_text())
+    known = [*listed["recipes"], *listed["recipes of Bridge"]]
+    other = _bridge_version() not in (None, listed["megatron-bridge"])
+    if isinstance(name, str) and not (other or ":" in name or "${" in name or name in known):
+        raise ConfigError(unknown_recipe(name, listed["recipes"], known))
+
+
+def unknown_recipe(name: str, ours: Iterable[str], known: Iterable[str]) -> str:
+    """What to say of a recipe that is none of the known."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    return (
+        f"unknown recipe {name!r}. {hint}Ours: {', '.join(ours)}; besides, every function of megatron.bridge.recipes, "
+        "hf:FOLDER, and package.module:function."
+    )
 
 
 def _check_type(key: str, value: Any, kinds: str | None) -> None:
@@ -116,7 +140,7 @@ def _bridge_version() -> str | None:
 def collect() -> dict[str, Any]:
     """The list, from our recipes; runs where Bridge has been imported."""
     from megatron_kd.bridge.overrides import field_hints
-    from megatron_kd.bridge.recipes import _RECIPES, build_recipe
+    from megatron_kd.bridge.recipes import _RECIPES, build_recipe, recipe_names
 
     sections: dict[str, dict[str, str | None]] = {}
     for recipe in _RECIPES:
@@ -131,5 +155,6 @@ def collect() -> dict[str, Any]:
     return {
         "megatron-bridge": _bridge_version(),
         "recipes": sorted(_RECIPES),
+        "recipes of Bridge": sorted(set(recipe_names()) - set(_RECIPES)),
         "sections": {section: dict(sorted(names.items())) for section, names in sorted(sections.items())},
     }

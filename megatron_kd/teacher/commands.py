@@ -7,6 +7,7 @@ started (srun, torchrun), or on CPU ranks that are started here.
 
 import argparse
 import difflib
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -92,7 +93,28 @@ def merged(args: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, Any]
             raise ConfigError(f"--{name} is missing; give it on the command line, or `{name}:` in --config-file.")
     if args.sft and (args.corpus or args.continues):
         raise ConfigError("--sft takes the data of a fine-tuning run; --corpus and --continues are for pre-training.")
+    _check_folder(Path(args.teacher).expanduser(), args.top_k)
     return args, settings
+
+
+def _check_folder(teacher: Path, top_k: int) -> None:
+    """What a teacher's configuration says without loading anything. A name on the hub is left to the loading.
+
+    Raises:
+        ConfigError: no model in the folder, or fewer ids than entries asked for.
+    """
+    if not teacher.is_dir() or any(teacher.glob("*.gguf")):
+        return
+    file = teacher / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"--teacher {teacher} holds no Hugging Face model: expected config.json in it.") from None
+    except ValueError as error:
+        raise ConfigError(f"--teacher: {file} is not JSON: {error}") from error
+    ids = {**config, **(config.get("text_config") or {})}.get("vocab_size")
+    if isinstance(ids, int) and top_k > ids:
+        raise ConfigError(f"--top-k {top_k} is more than the {ids} ids of {teacher}.")
 
 
 def _words(parser: argparse.ArgumentParser, key: str, value: Any, source: str) -> Iterator[str]:

@@ -95,9 +95,12 @@ class HuggingFaceTeacher:
             raise TeacherError(f"dtype {dtype!r} is not known; use one of {', '.join(_DTYPES)}")
         options = {name: value for name, value in (("gguf_file", gguf_file), ("revision", revision)) if value}
         logger.info("loading teacher %s", source)
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), output_loading_info=True, device_map=device_map, **options
-        )
+        try:
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                source, dtype=getattr(torch, dtype), output_loading_info=True, device_map=device_map, **options
+            )
+        except (OSError, ValueError) as error:  # what transformers says of models that are not there or unknown to it
+            raise TeacherError(f"the teacher {source} cannot be loaded: {error}") from error
         missing = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
         if missing:
             raise TeacherError(

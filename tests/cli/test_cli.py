@@ -14,6 +14,8 @@ from megatron_kd.cli import main
 from tests.cache.conftest import build, random_documents, write_corpus
 
 ROOT = Path(__file__).parent.parent.parent
+RECIPE = "gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config"
+CACHE_BUILD = ["cache", "build", "--corpus", "/no/corpus", "--out", "/no/cache"]
 GPT_OSS = str(ROOT / "recipes" / "gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_pruned.yaml")
 
 
@@ -105,16 +107,16 @@ def test_version(capsys):
         (["cache", "info", "a", "b"], ["unexpected argument 'b'"]),
         (["train", "--ranks", "2"], ["--ranks", "--dry-run"]),
         (["train", "--config-file", "/no/run.yaml"], ["/no/run.yaml cannot be read"]),
-        (["train", "--recipe", "x", "train.train_iters"], ["argument 'train.train_iters' is not key=value"]),
-        (["train", "--recipe", "x", "a=1"], ["Transformer Engine", "--dry-run", "--cpu"]),
+        (["train", "--recipe", RECIPE, "train.train_iters"], ["argument 'train.train_iters' is not key=value"]),
+        (["train", "--recipe", RECIPE, "a=1"], ["Transformer Engine", "--dry-run", "--cpu"]),
         (["train", "--check-only"], ["no recipe: give --recipe NAME"]),
-        (["train", "--check-only", "--recipe", "x", "kd.cache=/no/cache"], ["node ", "/no/cache"]),
+        (["train", "--check-only", "--recipe", RECIPE, "kd.cache=/no/cache"], ["node ", "/no/cache"]),
         (
             [
                 "train",
                 "--check-only",
                 "--recipe",
-                "x",
+                RECIPE,
                 "--world-size",
                 "6",
                 "--run-dir",
@@ -123,9 +125,14 @@ def test_version(capsys):
             ],
             ["CP=4"],
         ),
-        (["train", "--check-only", "--recipe", "x"], ["0 GPUs for 1 ranks", "MEGATRON_KD_CPU=1"]),
+        (["train", "--dry-run", "--recipe", RECIPE + "s"], [f"unknown recipe '{RECIPE}s'. Did you mean {RECIPE}"]),
+        (["train", "--check-only", "--world-size", "0"], ["--world-size 0: expected at least 1"]),
+        (["compare", "--dry-run", "--recipe", "zzz"], ["unknown recipe 'zzz'. Ours: "]),
+        (["export", "--run-dir", "tests", "--out", "/no"], ["tests holds no checkpoint: expected folders iter_*"]),
+        (CACHE_BUILD + ["--teacher", "tests"], ["--teacher tests holds no Hugging Face model: expected config.json"]),
+        (["train", "--check-only", "--recipe", RECIPE], ["0 GPUs for 1 ranks", "MEGATRON_KD_CPU=1"]),
         (
-            ["train", "--check-only", "--cpu", "--recipe", "x", "--run-dir", "/proc/no"],
+            ["train", "--check-only", "--cpu", "--recipe", RECIPE, "--run-dir", "/proc/no"],
             ["/proc/no", "cannot be written"],
         ),
     ],

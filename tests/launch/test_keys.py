@@ -60,8 +60,16 @@ def test_a_value_of_another_kind_is_told_what_is_expected(tree, parts):
         assert part in str(refused.value)
 
 
+@pytest.mark.parametrize("name", [OURS, "llama32_1b_pretrain_config", "hf:/any", "package.module:function", None])
+def test_a_recipe_is_known_or_says_where_it_is(name):
+    keys.check_recipe(name)
+    if name and ":" not in name:
+        with pytest.raises(ConfigError, match=f"unknown recipe '{name}x'. Did you mean {name}"):
+            keys.check_recipe(name + "x")
+
+
 def test_what_the_list_cannot_know_is_left_to_the_full_check():
-    keys.check_keys({"recipe": "some_other_config", "model": {"q_lora_rank_of_mine": 2}, "kd": {"cache": "x"}})
+    keys.check_keys({"recipe": "mine:recipe", "model": {"q_lora_rank_of_mine": 2}, "kd": {"cache": "x"}})
     keys.check_keys(
         {"recipe": OURS, "optimizer": {"lr": 1}, "model": {"rotary_base": 150000.0}, "kd": {"top_k": None}}
     )

@@ -278,5 +278,5 @@ def test_the_command_without_megatron(capsys):
     """The published points need no recipe; a wrong figure is refused before one is read."""
     assert main(["plan", "--published"]) == 0
     assert capsys.readouterr().out == published_table() + "\n"
-    assert main(["plan", "--recipe", "x", "--memory", "0"]) == 2
+    assert main(["plan", "--recipe", "m:x", "--memory", "0"]) == 2
     assert "--memory 0.0: expected GB above 0" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from tests.slurm.cluster import wait_for
 from tests.slurm.jobs import ROOT, Job, log_text
 
 pytestmark = pytest.mark.slurm
+RECIPE = "gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config"
 ONE_NODE = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--time=60"]
 
 COUNTER = """\
@@ -99,11 +100,15 @@ MISTAKES = {
     "an unknown option": (["--conifg-file", "x"], ["unknown option --conifg-file", "Did you mean --config-file"]),
     "no YAML": (["--config-file", "/no/run.yaml"], ["/no/run.yaml cannot be read"]),
     "no recipe": (["kd.cache=/x"], ["no recipe: give --recipe NAME"]),
-    "no cache": (["--recipe", "x", "kd.cache=/no/cache"], ["node n", "/no/cache"]),
-    "no corpus": (["--recipe", "x", "dataset.data_path=/no/corpus"], ["node n", "/no/corpus"]),
-    "no student": (["--recipe", "x", "--student", "/no/student"], ["node n", "/no/student holds no config.json"]),
-    "ranks": (["--recipe", "x", "model.tensor_model_parallel_size=4"], ["2 ranks do not split into TP=4", "--nodes"]),
-    "grammar": (["--recipe", "x", "train.train_iters"], ["'train.train_iters' is not key=value"]),
+    "unknown recipe": (["--recipe", RECIPE.replace("h200", "h20")], ["unknown recipe", f"Did you mean {RECIPE}"]),
+    "no cache": (["--recipe", RECIPE, "kd.cache=/no/cache"], ["node n", "/no/cache"]),
+    "no corpus": (["--recipe", RECIPE, "dataset.data_path=/no/corpus"], ["node n", "/no/corpus"]),
+    "no student": (["--recipe", RECIPE, "--student", "/no/student"], ["node n", "/no/student holds no config.json"]),
+    "ranks": (
+        ["--recipe", RECIPE, "model.tensor_model_parallel_size=4"],
+        ["2 ranks do not split into TP=4", "--nodes"],
+    ),
+    "grammar": (["--recipe", RECIPE, "train.train_iters"], ["'train.train_iters' is not key=value"]),
 }
 
 
@@ -133,7 +138,7 @@ def test_nodes_that_differ_are_named(cluster, tmp_path):
     command.chmod(0o755)
     run_dir = tmp_path / "run"
     options = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
-    arguments = ["--run-dir", run_dir, "--recipe", "x"]
+    arguments = ["--run-dir", run_dir, "--recipe", RECIPE]
     job = Job(cluster, "train.sbatch", options, arguments, MEGATRON_KD_COMMAND=str(command))
     job.wait("FAILED", timeout_s=60, logs=run_dir / "logs")
     assert "versions differ" in log_text(run_dir / "logs") and "node n2 has numpy 0.0.1" in log_text(run_dir / "logs")
