@@ -36,10 +36,12 @@ def test_tails_and_agreement_are_those_of_both_models_logits(world, teacher, tru
 def test_every_logger_has_the_same_names_and_values(world, tmp_path):
     found = run_ranks(logged, 1, args=world.inputs, kwargs={"kd": {"cache": str(world.cache)}, "folder": tmp_path})[0]
     names = {"lm loss", "kd loss", "total loss", *SHARES, "kd cut", "kd absent", "kd read seconds", "kd loss seconds"}
-    assert names <= set(found["events"])
+    assert names <= set(found["events"]) and names <= set(found["wandb"]) and names <= set(found["mlflow"])
     for step, line in enumerate(found["console"]):
         for name in names:
-            assert found["events"][name][step] == pytest.approx(found["history"][step][name], rel=1e-6, abs=1e-9)
+            for logger in ("events", "wandb", "mlflow"):
+                value = found[logger][name][step]
+                assert value == pytest.approx(found["history"][step][name], rel=1e-6, abs=1e-9), (logger, name)
             assert f"{name}: {found['history'][step][name]:.6E}" in line
     assert len(found["console"]) == len(found["history"]) == 3
     assert all(0 < step["kd loss seconds"] < step["seconds"] for step in found["history"])

@@ -31,26 +31,65 @@ def by_transformers(hf: Path, corpus: Path, index_cache: Path, *, teacher: Path,
 
 
 def logged(*inputs: Any, kd: dict[str, Any], folder: Path, **kwargs: Any) -> dict[str, Any]:
-    """A run's figures from its event files, its history, and the console's line of the last step."""
+    """A run's figures from its TensorBoard events, W&B's offline file, MLflow's store, its history and the console."""
     import contextlib
     import io
     import json
+    import os
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from megatron_kd.bridge.history import StepHistory
     from megatron_kd.bridge.train import train
 
-    cfg = distil_config(*inputs, kd=kd, steps=3, logger__tensorboard_dir=str(folder / "tensorboard"), **kwargs)
+    store = f"sqlite:///{folder}/mlflow.db"
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    os.chdir(folder)  # where MLflow keeps what is no figure
+    loggers = {"tensorboard_dir": str(folder / "tensorboard"), "mlflow_experiment": "kd", "mlflow_run_name": "first"}
+    loggers |= {"wandb_project": "kd", "wandb_exp_name": "first", "wandb_save_dir": str(folder)}
+    loggers |= {"mlflow_tracking_uri": store, "mlflow_log_artifacts": False}
+    kwargs |= {f"logger__{name}": value for name, value in loggers.items()}
+    cfg = distil_config(*inputs, kd=kd, steps=3, **kwargs)
     with contextlib.redirect_stdout(io.StringIO()) as console:
         train(cfg, callbacks=[StepHistory(folder / "history.jsonl")])
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return {
         "events": {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]},
+        "wandb": wandb_history(folder),
+        "mlflow": mlflow_history(store),
         "history": [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()],
         "console": [line for line in console.getvalue().splitlines() if " iteration " in line and "|" in line],
     }
+
+
+def wandb_history(folder: Path) -> dict[str, list[float]]:
+    """Figures by name, step by step, from the file that an offline run of W&B leaves."""
+    import json
+
+    import wandb
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    wandb.finish()
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    store, found = DataStore(), {}
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        for item in record.history.item:
+            found.setdefault(item.key or "/".join(item.nested_key), []).append(json.loads(item.value_json))
+    return found
+
+
+def mlflow_history(store: str) -> dict[str, list[float]]:
+    """Figures by name, step by step, from MLflow's database."""
+    import mlflow
+
+    client = mlflow.MlflowClient(store)
+    (run,) = client.search_runs([client.get_experiment_by_name("kd").experiment_id])
+    return {name: [m.value for m in client.get_metric_history(run.info.run_id, name)] for name in run.data.metrics}
 
 
 def advices(cases: list[tuple[dict[str, float], dict[str, Any]]]) -> list[dict[str, str]]:
