@@ -27,12 +27,13 @@ from megatron.core.utils import unwrap_model
 from megatron_kd.bridge.callbacks import FinalValues
 from megatron_kd.bridge.config import KDConfig, KDConfigContainer, UserValues
 from megatron_kd.bridge.dataset import KeyedDataset, keyed_datasets
+from megatron_kd.bridge.frequency import CLASSES, frequency_classes
 from megatron_kd.bridge.online import Prepare, teacher_provider
 from megatron_kd.bridge.preflight import refuse_unsupported
 from megatron_kd.bridge.step import KDForwardStep, WithoutKey
 from megatron_kd.bridge.teacher_feed import SYNTHETIC
 from megatron_kd.bridge.train import distilling, open_feed
-from megatron_kd.bridge.watch import LossMeter
+from megatron_kd.bridge.watch import AGREEMENT, LossMeter
 
 WARM_UP = 1
 """First steps that the step time leaves out."""
@@ -71,7 +72,9 @@ def run_method(
     held_out = None
     if measure is not None and cfg.validation.eval_iters:
         feed = open_feed(_with_kd(cfg, measure))
-        held_out = KDForwardStep(measure, feed)
+        readers = getattr(feed, "readers", None)  # a dry run's made-up rows have none
+        classes = readers and frequency_classes(readers, feed.vocab_size)
+        held_out = KDForwardStep(measure, feed, classes)
         binds.append(feed.bind)
     record = Record(meter)
     callbacks = [*watching, record, *([FinalValues(values)] if values else [])]
@@ -226,6 +229,11 @@ def held_out_summary(found: dict[str, float]) -> dict[str, float]:
     summary = {new: found[old] for old, new in names.items() if old in found}
     if "lm loss" in found:
         summary["held-out perplexity"] = math.exp(min(found["lm loss"], 700.0))
+    classes = {name: found.get(f"{AGREEMENT}, {name}", math.nan) for name in CLASSES}
+    if seen := {
+        name: share for name, share in classes.items() if not math.isnan(share)
+    }:  # not a number: no such token
+        summary["agreement by token frequency"] = seen
     return summary
 
 

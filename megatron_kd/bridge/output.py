@@ -50,6 +50,7 @@ class DivergenceOutput:
         vocab_size: The real vocabulary, without padding.
         teacher: Rows of this micro-batch on the host; set before the model runs.
         meter: What times the loss.
+        classes: Of tokens, by which agreement is told while nothing is learned; see `watch`.
         sums: What the loss returned; set by the call.
         watched: Further figures, float32 [2] each: sum and count; set by the call.
     """
@@ -58,6 +59,7 @@ class DivergenceOutput:
     vocab_size: int
     teacher: TeacherBatch | None = None
     meter: LossMeter = field(default_factory=LossMeter)
+    classes: torch.Tensor | None = None
     sums: LossSums | None = field(default=None, init=False)
     watched: Figures = field(default_factory=dict, init=False)
 
@@ -118,6 +120,7 @@ class DivergenceOutput:
             sequence_parallel=config.sequence_parallel,
             temperature=self.kd.temperature,
             tokens=WATCHED_TOKENS if torch.is_grad_enabled() else HELD_OUT_TOKENS,
+            classes=None if torch.is_grad_enabled() else self.classes,
         )
         return self.sums.total
 

@@ -40,11 +40,13 @@ class KDForwardStep:
     Args:
         kd: Settings of the loss.
         feed: Where teacher rows come from.
+        classes: Of tokens, by which agreement on held-out text is told; None: not told.
     """
 
-    def __init__(self, kd: KDConfig, feed: TeacherFeed):
+    def __init__(self, kd: KDConfig, feed: TeacherFeed, classes: torch.Tensor | None = None):
         self.kd = kd
         self.feed = feed
+        self.classes = classes
         self.meter = LossMeter()
 
     def __call__(
@@ -61,7 +63,7 @@ class KDForwardStep:
             (loss sum, token count, report).
         """
         groups = get_pg_collection(model)
-        output = DivergenceOutput(self.kd, self.feed.vocab_size, meter=self.meter)
+        output = DivergenceOutput(self.kd, self.feed.vocab_size, meter=self.meter, classes=self.classes)
         last_stage = is_pp_last_stage(groups.pp)
         last_chunk = last_stage and unwrap_model(model).post_process
 

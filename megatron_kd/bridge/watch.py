@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed
 
+from megatron_kd.bridge.frequency import CLASSES
 from megatron_kd.bridge.teacher_feed import TeacherBatch
 from megatron_kd.loss import VocabShard
 from megatron_kd.loss.matmul import logits_into
@@ -24,6 +25,8 @@ from megatron_kd.loss.vocab_parallel import gather_rows
 WATCHED_TOKENS = 64
 HELD_OUT_TOKENS = 256
 """While nothing is learned there is more time: a micro-batch of evaluation is watched at more tokens."""
+
+AGREEMENT = "top-1 agreement"
 
 Figures = dict[str, torch.Tensor]
 
@@ -39,6 +42,7 @@ def watch(
     sequence_parallel: bool,
     temperature: float,
     tokens: int,
+    classes: torch.Tensor | None = None,
 ) -> Figures:
     """Figures of one micro-batch, each float32 [2]: a sum over tokens and how many.
 
@@ -55,6 +59,7 @@ def watch(
         sequence_parallel: Whether hidden is split over the shard's group.
         temperature: Of the batch's rows.
         tokens: n, at most.
+        classes: uint8 [vocabulary], see `frequency_classes`: agreement also by the class of the teacher's choice.
     """
     kept = keep.flatten().nonzero()[:, 0]
     count = torch.tensor(float(len(kept)), device=hidden.device)
@@ -68,11 +73,18 @@ def watch(
     best, outside = _student(rows, weight, ids.masked_fill(~present, -1), shard, temperature)
     favourite = ids.gather(1, logprobs.masked_fill(~present, -torch.inf).argmax(1, keepdim=True))[:, 0]
     watched = torch.tensor(float(len(kept)), device=hidden.device)
-    return {
+    agree = best == favourite
+    figures = {
         "teacher tail": torch.stack([mass, count]),
         "student tail": torch.stack([outside.sum(), watched]),
-        "top-1 agreement": torch.stack([(best == favourite).sum().float(), watched]),
+        AGREEMENT: torch.stack([agree.sum().float(), watched]),
     }
+    if classes is not None:
+        found = classes.to(hidden.device)[favourite.clamp(min=0).long()]
+        for number, name in enumerate(CLASSES):
+            own = found == number
+            figures[f"{AGREEMENT}, {name}"] = torch.stack([(agree & own).sum(), own.sum()]).float()
+    return figures
 
 
 def _rows(hidden: torch.Tensor, kept: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:

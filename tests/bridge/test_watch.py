@@ -5,7 +5,7 @@ import pytest
 
 from megatron_kd.dryrun import run_ranks
 from tests.bridge.online import distil_online, write_sharp_teacher
-from tests.bridge.watched import advices, by_transformers, logged
+from tests.bridge.watched import advices, by_class, by_transformers, logged
 
 SHARES = ("teacher tail", "student tail", "top-1 agreement")
 
@@ -45,6 +45,12 @@ def test_every_logger_has_the_same_names_and_values(world, tmp_path):
             assert f"{name}: {found['history'][step][name]:.6E}" in line
     assert len(found["console"]) == len(found["history"]) == 3
     assert all(0 < step["kd loss seconds"] < step["seconds"] for step in found["history"])
+
+
+def test_agreement_is_told_by_how_often_the_corpus_has_the_teachers_choice(tmp_path):
+    found = run_ranks(by_class, 1, args=(tmp_path,))[0]
+    assert found["found"] == found["true"]
+    assert min(count for _, count in found["true"]) > 0 and min(found["classes"]) > 0
 
 
 def test_a_run_says_what_could_be_better():

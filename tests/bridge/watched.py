@@ -98,3 +98,44 @@ def advices(cases: list[tuple[dict[str, float], dict[str, Any]]]) -> list[dict[s
     from megatron_kd.bridge.config import KDConfig
 
     return [advice(means, KDConfig(**settings)) for means, settings in cases]
+
+
+def by_class(root: Path) -> dict[str, Any]:
+    """Agreement by token frequency as `watch` tells it, and as the two models' logits and the corpus's counts do."""
+    import numpy as np
+    import torch
+
+    from megatron_kd.bridge.frequency import CLASSES, frequency_classes
+    from megatron_kd.bridge.teacher_feed import TeacherBatch
+    from megatron_kd.bridge.watch import watch
+    from megatron_kd.cache import CacheReader
+    from megatron_kd.loss import TopK, VocabShard
+    from tests.cache.conftest import build, write_corpus
+
+    random, vocabulary, n = np.random.default_rng(0), 1000, 200
+    tokens = np.minimum(vocabulary ** random.random(40_000), vocabulary - 1).astype(np.int64)
+    tokens = tokens[tokens % 7 > 0][: 7 * 4096]  # so that every one of them is looked at
+    build(root / "cache", write_corpus(root / "corpus", np.array_split(tokens, 20)), top_k=3)
+    classes = frequency_classes([CacheReader(root / "cache")], vocabulary)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, noise = (torch.randn(rows, 16, generator=generator) for rows in (n, vocabulary, n))
+    teacher = ((hidden + 0.5 * noise) @ weight.T).log_softmax(1)
+    logprobs, ids = teacher.topk(3)
+    batch = TeacherBatch(TopK(ids[:, None], logprobs[:, None], torch.zeros(n, 1)), torch.ones(n, 1))
+    shard = VocabShard(0, vocabulary, vocabulary)
+    keep = torch.ones(n, 1, dtype=torch.bool)
+    found = watch(
+        *(hidden[:, None], weight, batch, keep, shard),
+        sequence_parallel=False,
+        temperature=1.0,
+        tokens=n,
+        classes=classes,
+    )
+    agree, favourite = (hidden @ weight.T).argmax(1) == ids[:, 0], ids[:, 0].numpy()
+    share = np.bincount(tokens, minlength=vocabulary)[favourite] / len(tokens)
+    own = [share >= 1e-3, (share < 1e-3) & (share >= 1e-4), (share < 1e-4) & (share >= 1e-5), share < 1e-5]
+    return {
+        "found": [found[f"top-1 agreement, {name}"].tolist() for name in CLASSES],
+        "true": [[float((agree.numpy() & mask).sum()), float(mask.sum())] for mask in own],
+        "classes": np.bincount(classes.numpy(), minlength=4).tolist(),
+    }

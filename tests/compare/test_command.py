@@ -8,6 +8,7 @@ import math
 import pytest
 
 from megatron_kd import cli
+from megatron_kd.bridge.frequency import CLASSES
 from megatron_kd.dryrun import run_ranks
 from tests.compare.given import make
 
@@ -57,6 +58,8 @@ def test_all_methods_train_and_leave_tables_that_agree_with_the_json(given, caps
         assert summary["tokens per second"] == pytest.approx(4 * 64 / summary["step seconds"])
         assert summary["held-out perplexity"] == pytest.approx(math.exp(summary["held-out lm loss"]))
         assert 0 < summary["held-out kl"] and 0 <= summary["held-out agreement"] <= 1
+        classes = summary["agreement by token frequency"]
+        assert classes and set(classes) <= {*CLASSES} and all(0 <= share <= 1 for share in classes.values())
         assert name in shown
     assert {"kd loss", "total loss"}.isdisjoint(methods["megatron"]["steps"][0])
     # Megatron's own loss of the cached entries, of its padded columns and with its clamp, is near the exact one.
