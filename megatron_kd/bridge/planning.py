@@ -142,10 +142,19 @@ def describe_layout(cfg: ConfigContainer, gpus: int) -> dict[str, Any]:
 
 
 def describe_training(cfg: ConfigContainer) -> dict[str, Any]:
-    """Batch, precision, recomputation."""
+    """Batch, precision, recomputation.
+
+    Raises:
+        ConfigError: the weights are kept in fp8.
+    """
     model, train, ddp, optimizer = cfg.model, cfg.train, cfg.ddp, cfg.optimizer
     precision = cfg.mixed_precision
     precision = get_mixed_precision_config(precision) if isinstance(precision, str) else precision
+    if getattr(precision, "fp8_param_gather", False) or getattr(precision, "fp8_param", False):
+        raise ConfigError(
+            "a plan does not model weights kept in fp8 (mixed_precision.fp8_param_gather=true); set it to false: "
+            "what is planned then is an upper bound."
+        )
     half = bool(precision and (precision.bf16 or precision.fp16)) or model.params_dtype != torch.float32
     reduced = precision.grad_reduce_in_fp32 if precision else ddp.grad_reduce_in_fp32
     moments = 8

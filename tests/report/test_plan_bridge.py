@@ -98,5 +98,8 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     assert (tmp_path / "plan.html").exists() and (tmp_path / "plan.csv").exists()
     assert main(["plan", "--config-file", str(recipe), "kd.teacher=/t"]) == 2
     assert "a plan does not model kd.teacher=/t" in capsys.readouterr().err
+    fp8 = "mixed_precision=bf16_with_fp8_current_scaling_mixed"
+    assert main(["plan", "--config-file", str(recipe), fp8]) == 2
+    assert "a plan does not model weights kept in fp8" in capsys.readouterr().err
     assert main(["plan", "--config-file", str(recipe), "--gpus", "3", "train.global_batch_size=32"]) == 2
     assert "train.global_batch_size=32" in capsys.readouterr().err
