@@ -37,7 +37,7 @@ def write_data(root: Path, seed: int = 0) -> None:
     """The student's folder; prompts with answers in `pairs` and `long`, chats in `chats`, each for two splits."""
     from transformers import AutoTokenizer
 
-    write_tiny_gpt_oss(root / "student")
+    write_tiny_gpt_oss(root / "student", num_hidden_layers=6)  # for two stages, and for three
     tokenizer = AutoTokenizer.from_pretrained(root / "student")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(root / "student")

@@ -11,6 +11,7 @@ from megatron_kd.cli import main
 from megatron_kd.dryrun import RankFailed, run_ranks
 from tests.bridge import sft
 
+LAYOUTS = [{}, {"cp": 2}, {"tp": 2}, {"pp": 2}, {"pp": 3}, {"ep": 2}, {"tp": 2, "cp": 2}]
 LOSSES = ("lm loss", "kd loss", "total loss", "grad norm")
 EXAMPLES = len(sft.ANSWERS) + 1
 
@@ -58,7 +59,7 @@ def unpacked(data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{}, {"cp": 2}, {"tp": 2}, {"pp": 2}, {"ep": 2}, {"tp": 2, "cp": 2}], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_packed_as_unpacked_at_every_layout_as_on_one_rank(data, unpacked, layout):
     for packing in (None, "offline", "in_batch"):
         np.testing.assert_allclose(whole(data, packing, **layout), unpacked, atol=1e-5, rtol=0)
