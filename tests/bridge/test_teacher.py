@@ -106,6 +106,29 @@ def test_the_cache_is_that_of_transformers(caches, layout):
     assert_same(caches / layout, caches / "transformers")
 
 
+def test_mxfp4_experts_are_those_numbers(caches, tmp_path):
+    """To the last bit: what four bits and a power of two say, bf16 can say."""
+    dryrun.run_ranks(teachers.write_mxfp4, 1, args=(tmp_path,))
+    for name in ("bf16", "mxfp4"):
+        words = ["cache", "build", "--engine", "megatron", "--cpu-ranks", "2", "--teacher", tmp_path / name]
+        words += [
+            "--corpus",
+            caches / "corpus",
+            "--out",
+            tmp_path / f"{name}-cache",
+            "--values",
+            "f32",
+            "--top-k",
+            "20",
+        ]
+        words += ["--accept-teacher-loss", "--no-progress", "model.expert_model_parallel_size=2"]
+        assert cli.main([str(word) for word in words]) == 0
+    quantised, true = (CacheReader(tmp_path / f"{name}-cache") for name in ("mxfp4", "bf16"))
+    for found, expected in zip(*(reader.read(np.array([[0, 993]])) for reader in (quantised, true)), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert quantised.manifest.teacher["weights"] != true.manifest.teacher["weights"]
+
+
 def assert_same(path: Path, reference: Path) -> None:
     """Ids equal but for near ties, log-probabilities within 1e-5, at both temperatures."""
     for found, expected in zip(rows(path), rows(reference), strict=True):
