@@ -129,15 +129,11 @@ def check_readable(request: Request) -> None:
     """Whatever is wrong with the YAML or the arguments as such is said before Megatron is imported.
 
     Raises:
-        ConfigError: not YAML, not hydra's grammar, or no known recipe.
+        ConfigError: not YAML, not hydra's grammar, no known key or recipe, a value of another type.
     """
-    from megatron_kd.bridge.settings import read_arguments, read_yaml
-    from megatron_kd.launch.keys import check_recipe
+    from megatron_kd.launch.node import settings_as_written
 
-    trees = [read_yaml(request.config_file).tree] if request.config_file else []
-    trees += [read_arguments(request.overrides).tree, {"recipe": request.recipe}]
-    for tree in trees:
-        check_recipe(tree.get("recipe"))
+    settings_as_written(request.config_file, request.overrides, request.student, request.recipe)
 
 
 def check_only(request: Request, args: argparse.Namespace) -> int:
@@ -212,6 +208,9 @@ def dry_run(request: Request, *, ranks: int | None, world_size: int | None) -> N
         UserError: the run would be refused.
         RankFailed: the shrunk run broke down.
     """
+    from megatron_kd.launch.node import check_paths, settings_as_written
+
+    check_paths(settings_as_written(request.config_file, request.overrides, request.student, request.recipe))
     print("Loading Megatron-Bridge on a CPU rank (half a minute).", flush=True)
     world_size, changes = _on_cpu_ranks("check", 1, request, ranks, world_size)[0]
     print("The configuration is accepted. Changed for the dry run:", *changes, sep="\n  ")

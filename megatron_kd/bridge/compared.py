@@ -30,8 +30,8 @@ from megatron_kd.bridge.dataset import KeyedDataset, keyed_datasets
 from megatron_kd.bridge.frequency import CLASSES, frequency_classes
 from megatron_kd.bridge.online import Prepare, teacher_provider
 from megatron_kd.bridge.preflight import refuse_unsupported
+from megatron_kd.bridge.settings import SYNTHETIC
 from megatron_kd.bridge.step import KDForwardStep, WithoutKey
-from megatron_kd.bridge.teacher_feed import SYNTHETIC
 from megatron_kd.bridge.train import distilling, open_feed
 from megatron_kd.bridge.watch import AGREEMENT, LossMeter
 

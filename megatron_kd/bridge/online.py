@@ -25,8 +25,9 @@ from torch.utils.data import Dataset
 
 from megatron_kd.bridge.config import KDConfigContainer
 from megatron_kd.bridge.output import DivergenceOutput
+from megatron_kd.bridge.settings import SYNTHETIC
 from megatron_kd.bridge.step import KDForwardStep, WithProcessor
-from megatron_kd.bridge.teacher_feed import SYNTHETIC, TeacherBatch, every_position
+from megatron_kd.bridge.teacher_feed import TeacherBatch, every_position
 from megatron_kd.bridge.teacher_output import Probe, Selector
 from megatron_kd.errors import ConfigError
 from megatron_kd.loss import TeacherRows, TopK

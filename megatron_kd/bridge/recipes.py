@@ -26,8 +26,8 @@ from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
 from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
 
 from megatron_kd.bridge.config import KDConfig, KDConfigContainer
+from megatron_kd.bridge.settings import unknown_recipe
 from megatron_kd.errors import ConfigError
-from megatron_kd.launch.keys import unknown_recipe
 
 Recipe = Callable[[], ConfigContainer]
 _RECIPES: dict[str, Recipe] = {}

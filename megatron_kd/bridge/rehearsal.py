@@ -14,7 +14,7 @@ from megatron_kd.bridge.commands import Request
 from megatron_kd.bridge.config import KDConfigContainer, check_final, finalise_preview, load_config
 from megatron_kd.bridge.online import teacher_provider
 from megatron_kd.bridge.preflight import check_layout, check_settings, smallest_world_size
-from megatron_kd.bridge.teacher_feed import SYNTHETIC
+from megatron_kd.bridge.settings import SYNTHETIC
 from megatron_kd.bridge.train import open_feed, train
 
 

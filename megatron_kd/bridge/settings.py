@@ -4,8 +4,9 @@
 In: a YAML file, or `key=value` arguments in hydra-core's grammar. Out: `Settings`. Knows nothing of which keys exist.
 """
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ from hydra.errors import HydraException
 from megatron_kd.errors import ConfigError
 
 Key = tuple[str, ...]
+
+SYNTHETIC = "synthetic"
+"""Value of ``kd.cache`` that stands for made-up teacher rows. Only a dry run sets it."""
 
 
 class Settings(NamedTuple):
@@ -155,3 +159,13 @@ def _refers(value: Any) -> bool:
     if isinstance(value, list):
         return any(_refers(item) for item in value)
     return isinstance(value, str) and "${" in value
+
+
+def unknown_recipe(name: str, ours: Iterable[str], known: Iterable[str]) -> str:
+    """What to say of a recipe that is none of the known."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    return (
+        f"unknown recipe {name!r}. {hint}Ours: {', '.join(ours)}; besides, every function of megatron.bridge.recipes, "
+        "hf:FOLDER, and package.module:function."
+    )

@@ -42,9 +42,6 @@ from megatron_kd.loss import TopK
 
 logger = logging.getLogger(__name__)
 
-SYNTHETIC = "synthetic"
-"""Value of ``kd.cache`` that stands for made-up teacher rows. Only a dry run sets it."""
-
 
 @dataclass(frozen=True)
 class TeacherBatch:

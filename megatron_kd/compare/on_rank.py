@@ -41,7 +41,7 @@ def run_on_rank(request: Request, run: Run, folder: Path, teacher: str | None, w
     """
     from megatron_kd.bridge.compared import measuring, run_method
     from megatron_kd.bridge.config import check_before_start, load_config
-    from megatron_kd.bridge.teacher_feed import SYNTHETIC
+    from megatron_kd.bridge.settings import SYNTHETIC
 
     base, _ = load_config(**request._asdict())
     cfg, values = _configuration(request, run, where, folder)

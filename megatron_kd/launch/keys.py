@@ -16,10 +16,11 @@ import importlib.metadata
 import json
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_kd.bridge.settings import unknown_recipe
 from megatron_kd.errors import ConfigError
 
 PATH = Path(__file__).with_name("keys.json")
@@ -68,16 +69,6 @@ def check_recipe(name: Any) -> None:
     other = _bridge_version() not in (None, listed["megatron-bridge"])
     if isinstance(name, str) and not (other or ":" in name or "${" in name or name in known):
         raise ConfigError(unknown_recipe(name, listed["recipes"], known))
-
-
-def unknown_recipe(name: str, ours: Iterable[str], known: Iterable[str]) -> str:
-    """What to say of a recipe that is none of the known."""
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"Did you mean {' or '.join(near)}? " if near else ""
-    return (
-        f"unknown recipe {name!r}. {hint}Ours: {', '.join(ours)}; besides, every function of megatron.bridge.recipes, "
-        "hf:FOLDER, and package.module:function."
-    )
 
 
 def _check_type(key: str, value: Any, kinds: str | None) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_kd.bridge.settings import put, read_arguments, read_yaml
+from megatron_kd.bridge.settings import SYNTHETIC, put, read_arguments, read_yaml
 from megatron_kd.cache import CacheReader, Corpus
 from megatron_kd.errors import UserError
 from megatron_kd.launch import machine
@@ -95,18 +95,23 @@ def check_world_size(model: dict[str, Any], world_size: int) -> None:
             )
 
 
+def check_paths(tree: dict[str, Any]) -> int:
+    """The caches and the student that are named can be opened from here. Returns the caches' rows."""
+    student = tree.get("student")
+    if isinstance(student, str) and student.startswith(("/", ".", "~")) and not Path(student, "config.json").exists():
+        raise NodeError(f"student {student} holds no config.json. Expected a Hugging Face folder, or a hub name.")
+    caches = _texts((tree.get("kd") or {}).get("cache"))
+    return sum(CacheReader(path, wait_s=VISIBLE_S).n_rows for path in caches if path != SYNTHETIC)
+
+
 def _check_inputs(tree: dict[str, Any]) -> str:
     """Cache, corpus and student can be opened from here."""
-    caches = _texts((tree.get("kd") or {}).get("cache"))
-    rows = sum(CacheReader(path, wait_s=VISIBLE_S).n_rows for path in caches)
+    rows, caches = check_paths(tree), _texts((tree.get("kd") or {}).get("cache"))
     dataset = tree.get("dataset") or {}
     for prefix in _texts(dataset.get("data_path")):
         for word in prefix.split():
             if not word.replace(".", "").isdigit():
                 Corpus(word)
-    student = tree.get("student")
-    if isinstance(student, str) and student.startswith(("/", ".", "~")) and not Path(student, "config.json").exists():
-        raise NodeError(f"student {student} holds no config.json. Expected a Hugging Face folder, or a hub name.")
     return f"{len(caches)} caches with {rows:,} rows readable" if caches else "no cache named"
 
 

@@ -108,7 +108,8 @@ def test_version(capsys):
         (["train", "--ranks", "2"], ["--ranks", "--dry-run"]),
         (["train", "--config-file", "/no/run.yaml"], ["/no/run.yaml cannot be read"]),
         (["train", "--recipe", RECIPE, "train.train_iters"], ["argument 'train.train_iters' is not key=value"]),
-        (["train", "--recipe", RECIPE, "a=1"], ["Transformer Engine", "--dry-run", "--cpu"]),
+        (["train", "--recipe", RECIPE, "a=1"], ["unknown key a"]),
+        (["train", "--recipe", RECIPE], ["Transformer Engine", "--dry-run", "--cpu"]),
         (["train", "--check-only"], ["no recipe: give --recipe NAME"]),
         (["train", "--check-only", "--recipe", RECIPE, "kd.cache=/no/cache"], ["node ", "/no/cache"]),
         (
@@ -189,7 +190,7 @@ def test_print_config_can_be_run_again(capsys, tmp_path: Path):
         (["--world-size", "6"], ["world size 6", "TP=4", "8 or 16"]),
         (["ddp.grad_reduce_in_fp32=false"], ["mixed_precision.grad_reduce_in_fp32=false"]),
         (["ddp.use_megatron_fsdp=true"], ["ddp.use_megatron_fsdp=True does not work with distillation"]),
-        (["--student", "/no/student"], ["student '/no/student' is no folder"]),
+        (["--student", "/no/student"], ["student /no/student holds no config.json"]),
     ],
     ids=str,
 )
