@@ -39,6 +39,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"
 
 PATIENCE = "megatron_kd.cache.store_client.PATIENCE_S"
 CHANGE = {"method": "PUT|POST|DELETE"}
+CHANGES = 10
+"""Requests that make the cache of `plan`, if none is repeated."""
 
 
 @pytest.fixture(scope="module")
@@ -191,13 +193,13 @@ def test_each_write_that_fails_or_whose_answer_is_lost(server, plan, how, stride
     place = server.place()
     server.faults()
     make(place, plan)
-    changes = sum(line[0] != "GET" and line[0] != "HEAD" for line in server.log())
-    assert changes > 9
-    for number in range(0, changes, stride):
+    count = lambda: sum(line[0] not in ("GET", "HEAD") for line in server.log())  # noqa: E731
+    assert count() >= CHANGES  # on a slow machine one may have been repeated already
+    for number in range(0, CHANGES, stride):
         place = server.place()
         server.faults({**CHANGE, "skip": number, "times": 1, **how})
         make(place, plan)
-        assert sum(line[0] not in ("GET", "HEAD") for line in server.log()) >= changes + 1
+        assert count() > CHANGES
         server.faults()
         assert check_and_finish(server, place, plan) == 0
 
