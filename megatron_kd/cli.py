@@ -28,7 +28,7 @@ from megatron_kd.errors import UserError
 from megatron_kd.launch import commands as launch
 
 _EXTRAS = {
-    **dict.fromkeys(("transformers", "accelerate", "gguf", "hydra"), "teacher"),
+    **dict.fromkeys(("transformers", "huggingface_hub", "accelerate", "gguf", "hydra", "omegaconf"), "teacher"),
     **dict.fromkeys(("megatron", "megatron.core", "megatron.bridge"), "bridge"),
     **dict.fromkeys(("pyarrow", "msgspec", "yaml"), "import"),
     "multistorageclient": "store",

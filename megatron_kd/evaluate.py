@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_kd.errors import UserError
+from megatron_kd.hub import check_on_hub
 from megatron_kd.report.evaluation import Evaluation, Score, files_digest
 from megatron_kd.report.versions import installed_versions
 
@@ -106,6 +107,8 @@ def _models(words: list[str]) -> dict[str, str]:
                     f"{name}: {folder} holds no Hugging Face model: expected config.json in it. A run's checkpoint "
                     "becomes one by `megatron-kd export`."
                 )
+        else:
+            check_on_hub(f"{name}:", folder)
         models[name] = folder
     return models
 

@@ -126,10 +126,14 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
 
     from megatron_kd import dryrun
     from megatron_kd.bridge.commands import Request, check_readable, require_bridge
+    from megatron_kd.launch.keys import known_models
+    from megatron_kd.launch.node import check_model
 
     require_bridge("a recipe is Megatron-Bridge's")
     request = Request(args.recipe, args.student, args.config_file, tuple(args.overrides))
-    check_readable(request)
+    check_readable(request, world_size=args.gpus)
+    if args.teacher and args.teacher not in known_models():
+        check_model("--teacher", args.teacher)
     in_name = re.search(r"_(\d+)gpu_", _name(args))
     gpus = args.gpus or (int(in_name[1]) if in_name else None)
     print("Loading Megatron-Bridge to read the recipe (half a minute).", flush=True)

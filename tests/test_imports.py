@@ -16,13 +16,14 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 OURS = {
     "errors.py": set(),
     "stages.py": set(),
+    "hub.py": {"errors"},
     "bench_commands.py": {"errors", "loss", "report"},
-    "evaluate.py": {"errors", "report"},
+    "evaluate.py": {"errors", "hub", "report"},
     "loss": {"errors", "loss", "bench_commands"},  # the last for `python -m megatron_kd.loss.bench` alone
     "cache": {"errors", "cache"},
-    "teacher": {"errors", "teacher", "cache", "loss"},
-    "bridge": {"errors", "stages", "bridge", "cache", "loss", "teacher", "dryrun"},  # dryrun: see DRY_RUN
-    "launch": {"errors", "launch", "cache", "bridge"},  # of bridge, how settings are read
+    "teacher": {"errors", "hub", "teacher", "cache", "loss"},
+    "bridge": {"errors", "hub", "stages", "bridge", "cache", "loss", "teacher", "dryrun"},  # dryrun: see DRY_RUN
+    "launch": {"errors", "hub", "launch", "cache", "bridge"},  # of bridge, how settings are read
     "dryrun": {"errors", "stages", "dryrun"},
     "report": {"errors", "report", "cache", "loss"},
 }

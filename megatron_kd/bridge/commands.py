@@ -105,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
     if args.check_only:
         return check_only(request, args)
     require_bridge("training needs Megatron-Bridge")
-    check_readable(request)
+    real = not (args.dry_run or args.print_config)
+    check_readable(request, caches=not args.print_config, world_size=_ranks() if real else args.world_size)
     try:
         if args.print_config:
             print(_on_cpu_ranks("print_config", 1, request)[0], end="")
@@ -125,15 +126,31 @@ def require_bridge(why: str) -> None:
         raise UserError(f"{why}, which is not installed: pip install 'megatron-kd[bridge]'")
 
 
-def check_readable(request: Request) -> None:
-    """Whatever is wrong with the YAML or the arguments as such is said before Megatron is imported.
+def check_readable(request: Request, *, caches: bool = False, world_size: int | None = None) -> None:
+    """Whatever can be found wrong with what was asked is said before Megatron is imported.
+
+    Args:
+        request: what was asked for.
+        caches: they are opened as well.
+        world_size: ranks of the run; None if unknown.
 
     Raises:
-        ConfigError: not YAML, not hydra's grammar, no known key or recipe, a value of another type.
+        ConfigError: not YAML, not hydra's grammar, no known key or recipe, a value of another type, sizes that do not
+            fit each other.
+        UserError: nothing usable at a path.
     """
-    from megatron_kd.launch.node import settings_as_written
+    from megatron_kd.launch.fit import check_fit
+    from megatron_kd.launch.node import check_models, check_paths, settings_as_written
 
-    settings_as_written(request.config_file, request.overrides, request.student, request.recipe)
+    tree = settings_as_written(request.config_file, request.overrides, request.student, request.recipe)
+    (check_paths if caches else check_models)(tree)
+    check_fit(tree, world_size)
+
+
+def _ranks() -> int | None:
+    """Ranks that torchrun or srun has started; None if neither says."""
+    found = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or ""
+    return int(found) if found.isdigit() else None
 
 
 def check_only(request: Request, args: argparse.Namespace) -> int:
@@ -208,9 +225,6 @@ def dry_run(request: Request, *, ranks: int | None, world_size: int | None) -> N
         UserError: the run would be refused.
         RankFailed: the shrunk run broke down.
     """
-    from megatron_kd.launch.node import check_paths, settings_as_written
-
-    check_paths(settings_as_written(request.config_file, request.overrides, request.student, request.recipe))
     print("Loading Megatron-Bridge on a CPU rank (half a minute).", flush=True)
     world_size, changes = _on_cpu_ranks("check", 1, request, ranks, world_size)[0]
     print("The configuration is accepted. Changed for the dry run:", *changes, sep="\n  ")

@@ -14,6 +14,7 @@ from megatron_kd import dryrun
 from megatron_kd.bridge.commands import require_bridge
 from megatron_kd.bridge.iterations import iteration_folder
 from megatron_kd.errors import UserError
+from megatron_kd.hub import check_on_hub
 
 _DESCRIPTION = """\
 Write a run's checkpoint as a Hugging Face folder, whatever its parallel layout was: weights, configuration, tokenizer,
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     if any(args.out.glob("*.safetensors")):
         raise UserError(f"--out {args.out} already holds a model. Give another folder, or remove it.")
     iteration_folder(args.run_dir, args.iteration)
+    if args.reference is not None:
+        check_on_hub("--reference", args.reference)
     require_bridge("export needs Megatron-Bridge")
     words = (args.run_dir.absolute(), args.reference, args.out.absolute(), args.iteration)
     print("Loading Megatron-Bridge (half a minute).", flush=True)

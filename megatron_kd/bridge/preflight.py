@@ -35,7 +35,6 @@ evaluation, signals, exits, checkpoints, export   yes
 ================================================  ====================================================================
 """
 
-import math
 import os
 from collections.abc import Callable
 
@@ -46,16 +45,13 @@ from megatron.bridge.training.checkpointing import checkpoint_exists
 from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig, MockGPTDatasetConfig
 from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
 
+from megatron_kd.bridge import layout
 from megatron_kd.bridge.finalise import check_final, finalise_preview
 from megatron_kd.bridge.overrides import UserValues
 from megatron_kd.bridge.splits import check_splits
 from megatron_kd.bridge.targets import check_checkpoint
 from megatron_kd.errors import ConfigError
 from megatron_kd.stages import mix_up_messages
-
-
-class LayoutError(ConfigError):
-    """The world size does not fit the parallel sizes."""
 
 
 def check_before_start(cfg: ConfigContainer, user_values: UserValues, *, world_size: int) -> None:
@@ -76,10 +72,11 @@ def check_settings(cfg: ConfigContainer, *, world_size: int) -> None:
         ConfigError: the first that fails.
     """
     refuse_unsupported(cfg)
-    check_lengths(cfg)
+    layout.check_lengths(known_values(cfg))
     check_vocabulary(cfg)
     check_paths(cfg)
     check_splits(cfg)
+    layout.check_parts(known_values(cfg))
     check_layout(cfg, world_size)
 
 
@@ -217,16 +214,6 @@ def refuse_unsupported(cfg: ConfigContainer) -> None:
             raise ConfigError(f"{found} does not work with distillation; expected {expected}.")
 
 
-def check_lengths(cfg: ConfigContainer) -> None:
-    """One sequence length for model and dataset."""
-    model, dataset = getattr(cfg.model, "seq_length", None), getattr(cfg.dataset, "seq_length", None)
-    if None not in (model, dataset) and model != dataset:
-        raise ConfigError(
-            f"model.seq_length={model} and dataset.seq_length={dataset} must be equal. Set both, or in YAML write "
-            "dataset: {seq_length: ${model.seq_length}}."
-        )
-
-
 def check_vocabulary(cfg: ConfigContainer) -> None:
     """The model keeps the vocabulary of the weights it starts from, as Bridge's pre-training recipes would not."""
     if cfg.checkpoint.pretrained_checkpoint is not None and cfg.tokenizer.use_tokenizer_vocab_size:
@@ -259,42 +246,15 @@ def check_layout(cfg: ConfigContainer, world_size: int) -> None:
     Raises:
         LayoutError: names all sizes and what would fit.
     """
-    sizes = _parallel_sizes(cfg)
-    text = " ".join(f"{name}={size}" for name, size in sizes.items())
-    for names in _MUST_DIVIDE:
-        product = math.prod(sizes[name] for name in names)
-        if world_size % product:
-            step = smallest_world_size(cfg)
-            fits = max(step, world_size // step * step)
-            raise LayoutError(
-                f"world size {world_size} does not fit {text}: it must be a multiple of {'*'.join(names)} = "
-                f"{product}. With these sizes {fits} or {fits + step} ranks fit; or change model.*_parallel_size."
-            )
-    data = world_size // math.prod(sizes[name] for name in _MUST_DIVIDE[0])
-    batch, micro = cfg.train.global_batch_size, cfg.train.micro_batch_size
-    if batch and micro and batch % (micro * data):
-        step = micro * data
-        raise LayoutError(
-            f"train.global_batch_size={batch} must be a multiple of train.micro_batch_size * DP = {micro} * {data} = "
-            f"{step} (world size {world_size}, {text}). {max(step, batch // step * step)} would fit."
-        )
+    layout.check_layout(known_values(cfg), world_size)
 
 
 def smallest_world_size(cfg: ConfigContainer) -> int:
     """The fewest ranks that the parallel sizes allow; every other world size is a multiple of it."""
-    sizes = _parallel_sizes(cfg)
-    return math.lcm(*(math.prod(sizes[name] for name in names) for names in _MUST_DIVIDE))
+    return layout.smallest_world_size(known_values(cfg))
 
 
-_MUST_DIVIDE = (("TP", "PP", "CP"), ("ETP", "PP", "EP"))
-
-
-def _parallel_sizes(cfg: ConfigContainer) -> dict[str, int]:
-    model = cfg.model
-    return {
-        "TP": model.tensor_model_parallel_size,
-        "PP": model.pipeline_model_parallel_size,
-        "CP": model.context_parallel_size,
-        "EP": model.expert_model_parallel_size or 1,
-        "ETP": model.expert_tensor_parallel_size or model.tensor_model_parallel_size,
-    }
+def known_values(cfg: ConfigContainer) -> layout.Known:
+    """What the layout depends on. Data of other kinds have no one length."""
+    keys = {key: key.split(".") for key in layout.KEYS}
+    return {key: getattr(getattr(cfg, section), name, None) for key, (section, name) in keys.items()}

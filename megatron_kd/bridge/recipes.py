@@ -28,6 +28,7 @@ from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
 from megatron_kd.bridge.config import KDConfig, KDConfigContainer
 from megatron_kd.bridge.settings import unknown_recipe
 from megatron_kd.errors import ConfigError
+from megatron_kd.hub import check_on_hub
 
 Recipe = Callable[[], ConfigContainer]
 _RECIPES: dict[str, Recipe] = {}
@@ -215,6 +216,7 @@ def _architectures(folder: str | None) -> Iterator[list[str]]:
             config.name_or_path = str(path)
             return cls.from_hf_config(config)
         try:
+            check_on_hub("the recipe's model", str(folder or path))
             return stock.__func__(cls, folder or path, **kwargs)
         except (ValueError, OSError) as error:
             raise ConfigError(

@@ -83,6 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     group = parser.add_argument_group("for a job script, which starts the ranks itself (slurm/compare.sbatch)")
     group.add_argument("--list", action="store_true", help="print the runs that have no result yet, one a line")
+    group.add_argument("--world-size", type=int, metavar="N", help="with --list: ranks of the job, which must fit")
     group.add_argument("--run", metavar="NAME", dest="only", help="this process is a rank of that run")
     group.add_argument("--cpu", action="store_true", help="with --run: the rank is a CPU")
     group.add_argument("--summary", action="store_true", help="write the tables of what there is")
@@ -93,7 +94,13 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; 1 if a method failed, or --assert-equal found a difference."""
     sweep, overrides, tolerance = _sort(args)
     request = Request(args.recipe, args.student, args.config_file, tuple(overrides))
-    check_readable(request)
+    real = not (args.dry_run or args.summary)
+    ranks = args.world_size or args.cpu_ranks or args.gpus
+    check_readable(request, caches=real, world_size=ranks if real else None)
+    if args.teacher and real:
+        from megatron_kd.launch.node import check_model
+
+        check_model("--teacher", args.teacher)
     runs, left_out = _plan(args, request, sweep)
     folder = (args.run_dir or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if args.only:

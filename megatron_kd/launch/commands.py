@@ -177,12 +177,13 @@ def _at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _check_run(config_file: Path, settings: list[str], further: list[str], student: str | None, ranks: int) -> None:
     """What needs neither Megatron nor the nodes."""
-    from megatron_kd.launch.node import check_world_size, settings_as_written
+    from megatron_kd.launch.fit import check_fit
+    from megatron_kd.launch.node import settings_as_written
 
     tree = settings_as_written(config_file, settings, student)
     if "recipe" not in tree and not any(word.startswith("--recipe") for word in further):
         raise UserError(f"{config_file} names no recipe. Put `recipe: NAME` on top of it, or add -- --recipe NAME.")
-    check_world_size(tree.get("model") or {}, ranks)
+    check_fit(tree, ranks)
 
 
 def _allocation(args: argparse.Namespace, nodes: int, gpus: int) -> list[str]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Misspelt keys and values of another type, found without importing Megatron: from a list of the tested Bridge
-release's keys and their plain types, kept beside this.
+release's keys and their plain types, kept beside this. It also has our recipes' own parallel sizes, batch and lengths.
 
 In: settings as written. Out: nothing, or an error with the nearest key, or the type that is expected. Where another
 release is installed, or the recipe brings a model or data of its own kind, what the list does not know is left to the
@@ -71,6 +71,18 @@ def check_recipe(name: Any) -> None:
         raise ConfigError(unknown_recipe(name, listed["recipes"], known))
 
 
+def recipe_values(name: Any) -> dict[str, Any]:
+    """What a recipe of ours sets of `layout.KEYS`; nothing for another recipe, or another release of Bridge."""
+    listed = json.loads(PATH.read_text())
+    other = _bridge_version() not in (None, listed["megatron-bridge"])
+    return {} if other else listed["values"].get(name, {}) if isinstance(name, str) else {}
+
+
+def known_models() -> list[str]:
+    """Models whose architecture our recipes write down, so that they are had without the hub."""
+    return json.loads(PATH.read_text())["models"]
+
+
 def _check_type(key: str, value: Any, kinds: str | None) -> None:
     """Refuses a value that is none of `kinds`, "int or null"; None: all may be."""
     taken = [_PLAIN[kind] for kind in kinds.split(" or ")] if kinds else []
@@ -131,11 +143,14 @@ def _bridge_version() -> str | None:
 def collect() -> dict[str, Any]:
     """The list, from our recipes; runs where Bridge has been imported."""
     from megatron_kd.bridge.overrides import field_hints
-    from megatron_kd.bridge.recipes import _RECIPES, build_recipe, recipe_names
+    from megatron_kd.bridge.preflight import known_values
+    from megatron_kd.bridge.recipes import _ARCHITECTURES, _RECIPES, build_recipe, recipe_names
 
     sections: dict[str, dict[str, str | None]] = {}
-    for recipe in _RECIPES:
+    values: dict[str, Any] = {}
+    for recipe in sorted(_RECIPES):
         cfg = build_recipe(recipe)
+        values[recipe] = known_values(cfg)
         for section in field_hints(type(cfg)):
             listed, node = sections.setdefault(section, {}), getattr(cfg, section)
             for name, hint in field_hints(type(node)).items() if dataclasses.is_dataclass(node) else ():
@@ -147,5 +162,7 @@ def collect() -> dict[str, Any]:
         "megatron-bridge": _bridge_version(),
         "recipes": sorted(_RECIPES),
         "recipes of Bridge": sorted(set(recipe_names()) - set(_RECIPES)),
+        "models": sorted(_ARCHITECTURES),
+        "values": values,
         "sections": {section: dict(sorted(names.items())) for section, names in sorted(sections.items())},
     }

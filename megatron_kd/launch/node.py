@@ -5,11 +5,10 @@ In: the settings as written, the run's folder. Out: a line of text, or an error 
 Slurm job each node writes what it has into the run's folder and reads what the others wrote, so a folder that is not
 shared and nodes that differ are found too. Imports neither torch nor Megatron: about two seconds.
 
-What needs the recipe (its own sizes, unknown keys, types) is checked by every rank once it has loaded Bridge.
+What needs the recipe is checked by every rank once it has loaded Bridge; of recipes of ours the sizes are known here.
 """
 
 import json
-import math
 import os
 import socket
 import time
@@ -20,7 +19,9 @@ from typing import Any
 from megatron_kd.bridge.settings import SYNTHETIC, put, read_arguments, read_yaml
 from megatron_kd.cache import CacheReader, Corpus
 from megatron_kd.errors import UserError
+from megatron_kd.hub import check_on_hub
 from megatron_kd.launch import machine
+from megatron_kd.launch.fit import check_fit
 from megatron_kd.launch.keys import check_keys
 
 WAIT_S = 60
@@ -65,8 +66,7 @@ def check_node(tree: dict[str, Any], run_dir: Path, *, world_size: int | None, c
         UserError: the first thing that is not.
     """
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    if world_size:
-        check_world_size(tree.get("model") or {}, world_size)
+    check_fit(tree, world_size)
     try:
         rows = _check_inputs(tree)
         found = {"versions": machine.versions(), "gpus": [] if cpu else _gpus()}
@@ -78,30 +78,43 @@ def check_node(tree: dict[str, Any], run_dir: Path, *, world_size: int | None, c
     return f"node {node}: {rows}, {run_dir} writable, {len(found['gpus'])} GPUs, {others}"
 
 
-def check_world_size(model: dict[str, Any], world_size: int) -> None:
-    """Whether the ranks split into those parallel sizes that are written down."""
-    sizes = {
-        name: model.get(f"{key}_parallel_size")
-        for name, key in (("TP", "tensor_model"), ("PP", "pipeline_model"), ("CP", "context"), ("EP", "expert_model"))
-    }
-    sizes = {name: size for name, size in sizes.items() if type(size) is int and size > 0}
-    for names in (("TP", "PP", "CP"), ("PP", "EP")):
-        given = {name: sizes[name] for name in names if name in sizes}
-        if world_size % math.prod(given.values()):
-            text = " ".join(f"{name}={size}" for name, size in given.items())
-            raise NodeError(
-                f"{world_size} ranks do not split into {text}: expected a multiple of {math.prod(given.values())}. "
-                "Change --nodes, or model.*_parallel_size."
-            )
-
-
 def check_paths(tree: dict[str, Any]) -> int:
-    """The caches and the student that are named can be opened from here. Returns the caches' rows."""
-    student = tree.get("student")
-    if isinstance(student, str) and student.startswith(("/", ".", "~")) and not Path(student, "config.json").exists():
-        raise NodeError(f"student {student} holds no config.json. Expected a Hugging Face folder, or a hub name.")
+    """The caches and the models that are named can be opened from here. Returns the caches' rows."""
+    check_models(tree)
     caches = _texts((tree.get("kd") or {}).get("cache"))
     return sum(CacheReader(path, wait_s=VISIBLE_S).n_rows for path in caches if path != SYNTHETIC)
+
+
+def check_models(tree: dict[str, Any]) -> None:
+    """The student, and a teacher beside it, are here or on the hub.
+
+    Raises:
+        NodeError: a folder without a model.
+        ConfigError: a name that the hub does not have.
+    """
+    recipe = tree.get("recipe") or ""
+    named = {
+        "student": tree.get("student"),
+        "recipe hf:": recipe.removeprefix("hf:") if str(recipe).startswith("hf:") else None,
+        "kd.teacher": (tree.get("kd") or {}).get("teacher"),
+    }
+    for what, model in named.items():
+        if isinstance(model, str) and model != SYNTHETIC and "${" not in model:
+            check_model(what, model)
+
+
+def check_model(what: str, model: str) -> None:
+    """A folder with a model in it, or a model that the hub or its cache on this machine has.
+
+    Raises:
+        NodeError: a folder without a model.
+        ConfigError: a name that the hub does not have.
+    """
+    path = Path(model).expanduser()
+    if not (path.exists() or model.startswith(("/", ".", "~"))):
+        check_on_hub(what, model)
+    elif not (path / "config.json").exists():
+        raise NodeError(f"{what} {model} holds no config.json. Expected a Hugging Face folder, or a hub name.")
 
 
 def _check_inputs(tree: dict[str, Any]) -> str:

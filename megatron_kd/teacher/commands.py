@@ -21,6 +21,7 @@ from megatron_kd.cache.manifest import load_manifest
 from megatron_kd.cache.sets import LaterUnits
 from megatron_kd.cache.store import open_store
 from megatron_kd.errors import ConfigError
+from megatron_kd.hub import check_on_hub
 
 _TIMEOUT_S = 14 * 24 * 3600
 _LOADING = {
@@ -94,11 +95,15 @@ def merged(args: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, Any]
     if args.sft and (args.corpus or args.continues):
         raise ConfigError("--sft takes the data of a fine-tuning run; --corpus and --continues are for pre-training.")
     _check_folder(Path(args.teacher).expanduser(), args.top_k)
+    for name in ("teacher", "tokenizer"):
+        model = getattr(args, name)
+        if model and not model.startswith(("/", ".", "~")):
+            check_on_hub(f"--{name}", model, args.revision if name == "teacher" else None)
     return args, settings
 
 
 def _check_folder(teacher: Path, top_k: int) -> None:
-    """What a teacher's configuration says without loading anything. A name on the hub is left to the loading.
+    """What the configuration in a teacher's folder says, without loading anything.
 
     Raises:
         ConfigError: no model in the folder, or fewer ids than entries asked for.

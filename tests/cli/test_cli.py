@@ -52,7 +52,9 @@ assert not heavy, heavy
 @pytest.mark.parametrize(("module", "extra"), [("hydra", "teacher"), ("transformers", "teacher")])
 def test_a_package_that_is_not_there_is_named_with_what_brings_it(tmp_path, module, extra):
     corpus = write_corpus(tmp_path / "corpus", random_documents(1, count=5))
-    words = ["cache", "build", "--teacher", "x", "--corpus", corpus.prefix, "--out", tmp_path / "c"]
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "config.json").write_text("{}")
+    words = ["cache", "build", "--teacher", tmp_path / "teacher", "--corpus", corpus.prefix, "--out", tmp_path / "c"]
     code = f"""
 import importlib.abc, sys
 from megatron_kd.cli import main
@@ -187,7 +189,7 @@ def test_print_config_can_be_run_again(capsys, tmp_path: Path):
     [
         (["kd.cachee=/cache"], ["unknown key kd.cachee", "kd.cache"]),
         (["kd.cache=/no/cache"], ["/no/cache"]),
-        (["--world-size", "6"], ["world size 6", "TP=4", "8 or 16"]),
+        (["--world-size", "6"], ["6 ranks do not split", "TP=4", "8 or 16"]),
         (["ddp.grad_reduce_in_fp32=false"], ["mixed_precision.grad_reduce_in_fp32=false"]),
         (["ddp.use_megatron_fsdp=true"], ["ddp.use_megatron_fsdp=True does not work with distillation"]),
         (["--student", "/no/student"], ["student /no/student holds no config.json"]),

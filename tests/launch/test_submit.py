@@ -78,7 +78,7 @@ def test_a_cache_goes_to_the_caches_script(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        ([TWO_NODES, "--gpus-per-node", 6], ["ranks do not split into TP=2 PP=1 CP=4", "multiple of 8", "--nodes"]),
+        ([TWO_NODES, "--gpus-per-node", 6], ["ranks do not split into TP=2 PP=1 CP=4", "TP*PP*CP = 8", "--nodes"]),
         ([TWO_NODES, "--node", 2], ["unknown option --node.", "Did you mean --nodes"]),
         ([TWO_NODES, "--nodes", "two"], ["argument --nodes: invalid int value: 'two'"]),
         ([TWO_NODES, "--nodes", -1], ["--nodes -1", "expected at least 1"]),
