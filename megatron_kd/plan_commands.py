@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--teacher",
         metavar="NAME",
         help="whose forward builds the cache: a Hugging Face folder, or openai/gpt-oss-120b and others that recipes "
-        "name; default: a model like the student",
+        "name; default: a model like the student. With kd.teacher=NAME it runs beside the student instead",
     )
     parser.add_argument("--machine", choices=("h200", "b200"), help="default: what the recipe's name says, else h200")
     for name, (unit, _, says) in _OWN_FIGURES.items():
@@ -131,11 +131,11 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
 
     require_bridge("a recipe is Megatron-Bridge's")
     request = Request(args.recipe, args.student, args.config_file, tuple(args.overrides))
-    check_readable(request, world_size=args.gpus)
-    if args.teacher and args.teacher not in known_models():
-        check_model("--teacher", args.teacher)
     in_name = re.search(r"_(\d+)gpu_", _name(args))
     gpus = args.gpus or (int(in_name[1]) if in_name else None)
+    check_readable(request, world_size=gpus, known=known_models())
+    if args.teacher and args.teacher not in known_models():
+        check_model("--teacher", args.teacher)
     print("Loading Megatron-Bridge to read the recipe (half a minute).", flush=True)
     with dryrun.refusals_raised():
         return dryrun.run_ranks(describe_on_rank, 1, args=(request._asdict(), gpus, args.teacher))[0]

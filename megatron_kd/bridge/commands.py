@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,13 +127,16 @@ def require_bridge(why: str) -> None:
         raise UserError(f"{why}, which is not installed: pip install 'megatron-kd[bridge]'")
 
 
-def check_readable(request: Request, *, caches: bool = False, world_size: int | None = None) -> None:
+def check_readable(
+    request: Request, *, caches: bool = False, world_size: int | None = None, known: Collection[str] = ()
+) -> None:
     """Whatever can be found wrong with what was asked is said before Megatron is imported.
 
     Args:
         request: what was asked for.
         caches: they are opened as well.
         world_size: ranks of the run; None if unknown.
+        known: names of models that need not be on the hub.
 
     Raises:
         ConfigError: not YAML, not hydra's grammar, no known key or recipe, a value of another type, sizes that do not
@@ -140,10 +144,12 @@ def check_readable(request: Request, *, caches: bool = False, world_size: int | 
         UserError: nothing usable at a path.
     """
     from megatron_kd.launch.fit import check_fit
-    from megatron_kd.launch.node import check_models, check_paths, settings_as_written
+    from megatron_kd.launch.node import check_caches, check_models, settings_as_written
 
     tree = settings_as_written(request.config_file, request.overrides, request.student, request.recipe)
-    (check_paths if caches else check_models)(tree)
+    check_models(tree, known)
+    if caches:
+        check_caches(tree)
     check_fit(tree, world_size)
 
 

@@ -34,12 +34,21 @@ def describe(request: dict[str, Any], gpus: int | None, teacher: str | None) -> 
     cfg, _ = load_config(**request)
     gpus = gpus or smallest_world_size(cfg)
     check_layout(cfg, gpus)
+    loss = describe_loss(cfg)
+    if loss.get("online"):
+        if teacher:
+            raise ConfigError(
+                f"--teacher {teacher} builds a cache, and kd.teacher={cfg.kd.teacher} runs beside the "
+                "student instead. Give one of them."
+            )
+        teacher = cfg.kd.teacher
+    model = _teacher(teacher) if teacher else None
     return {
         "model": describe_model(cfg.model),
-        "layout": describe_layout(cfg, gpus),
+        "layout": describe_layout(cfg, gpus, experts_of=model if loss.get("online") else None),
         "training": describe_training(cfg),
-        "loss": describe_loss(cfg),
-        "teacher": describe_model(_teacher(teacher)) if teacher else None,
+        "loss": loss,
+        "teacher": describe_model(model) if model else None,
     }
 
 
@@ -53,8 +62,10 @@ def _teacher(name: str) -> GPTModelProvider:
             bridge = AutoBridge.from_hf_pretrained(name)
         except (ValueError, OSError) as error:
             known = ", ".join(_ARCHITECTURES)
-            raise ConfigError(f"--teacher {name} cannot be read: {error} Known without a folder: {known}.") from error
-    return bridge.to_megatron_provider(load_weights=False)
+            raise ConfigError(f"teacher {name} cannot be read: {error} Known without a folder: {known}.") from error
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.mtp_num_layers = None  # heads for later tokens: a teacher's are not run
+    return provider
 
 
 def describe_model(model: GPTModelProvider) -> dict[str, Any]:
@@ -116,9 +127,10 @@ def _expert_layers(model: GPTModelProvider) -> list[bool]:
     return [bool(often[layer] if isinstance(often, list) else layer % often == 0) for layer in range(model.num_layers)]
 
 
-def describe_layout(cfg: ConfigContainer, gpus: int) -> dict[str, Any]:
-    """Parallel sizes."""
+def describe_layout(cfg: ConfigContainer, gpus: int, *, experts_of: GPTModelProvider | None = None) -> dict[str, Any]:
+    """Parallel sizes; those of experts also where only `experts_of`, a teacher beside the student, has some."""
     model = cfg.model
+    experts = model.num_moe_experts or (experts_of and experts_of.num_moe_experts)
     for name in (
         "pipeline_model_parallel_layout",
         "account_for_embedding_in_pipeline_split",
@@ -134,7 +146,7 @@ def describe_layout(cfg: ConfigContainer, gpus: int) -> dict[str, Any]:
         "virtual": model.virtual_pipeline_model_parallel_size or 1,
         "context": model.context_parallel_size,
         "expert": model.expert_model_parallel_size or 1,
-        "expert_tensor": (model.expert_tensor_parallel_size or tensor) if model.num_moe_experts else 1,
+        "expert_tensor": (model.expert_tensor_parallel_size or tensor) if experts else 1,
         "sequence_parallel": bool(model.sequence_parallel),
         "first_stage_layers": model.num_layers_in_first_pipeline_stage,
         "last_stage_layers": model.num_layers_in_last_pipeline_stage,
@@ -184,8 +196,17 @@ def describe_loss(cfg: ConfigContainer) -> dict[str, Any]:
     kd = getattr(cfg, "kd", None)
     if kd is None:
         return {}
-    if kd.teacher:
-        raise ConfigError(f"a plan does not model kd.teacher={kd.teacher} beside the student; plan it with kd.cache.")
+    if kd.teacher and cfg.model.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"kd.teacher={kd.teacher} runs beside a student without a pipeline alone; expected "
+            "model.pipeline_model_parallel_size=1, or kd.cache."
+        )
     if kd.loss not in ("dense", "forward_chunked", "fused"):
         raise ConfigError(f"a plan does not model kd.loss={kd.loss}; expected dense, forward_chunked or fused.")
-    return {"method": kd.loss, "gradient": kd.gradient, "top_k": kd.top_k or 100, "strip_tokens": kd.strip_tokens}
+    return {
+        "method": kd.loss,
+        "gradient": kd.gradient,
+        "top_k": kd.top_k or 100,
+        "strip_tokens": kd.strip_tokens,
+        "online": bool(kd.teacher),
+    }

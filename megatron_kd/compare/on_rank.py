@@ -43,6 +43,7 @@ def run_on_rank(request: Request, run: Run, folder: Path, teacher: str | None, w
     from megatron_kd.bridge.config import check_before_start, load_config
     from megatron_kd.bridge.settings import SYNTHETIC
 
+    folder.mkdir(parents=True, exist_ok=True)
     base, _ = load_config(**request._asdict())
     cfg, values = _configuration(request, run, where, folder)
     if not where.cpu:

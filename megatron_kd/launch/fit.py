@@ -61,7 +61,7 @@ def _architecture(folder: Path) -> dict[str, int]:
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
-        return {}  # a name on the hub, or what check_paths tells
+        return {}  # a name on the hub, or what check_models tells
     config = {**config, **(config.get("text_config") or {})} if isinstance(config, dict) else {}
     found = {key: config.get(name) for key, names in _NAMES.items() for name in names if type(config.get(name)) is int}
     return {key: value for key, value in found.items() if value}

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +78,14 @@ def check_node(tree: dict[str, Any], run_dir: Path, *, world_size: int | None, c
     return f"node {node}: {rows}, {run_dir} writable, {len(found['gpus'])} GPUs, {others}"
 
 
-def check_paths(tree: dict[str, Any]) -> int:
-    """The caches and the models that are named can be opened from here. Returns the caches' rows."""
-    check_models(tree)
+def check_caches(tree: dict[str, Any]) -> int:
+    """The caches that are named can be opened from here. Returns their rows."""
     caches = _texts((tree.get("kd") or {}).get("cache"))
     return sum(CacheReader(path, wait_s=VISIBLE_S).n_rows for path in caches if path != SYNTHETIC)
 
 
-def check_models(tree: dict[str, Any]) -> None:
-    """The student, and a teacher beside it, are here or on the hub.
+def check_models(tree: dict[str, Any], known: Collection[str] = ()) -> None:
+    """The student, and a teacher beside it, are here or on the hub, or among the `known`.
 
     Raises:
         NodeError: a folder without a model.
@@ -99,7 +98,7 @@ def check_models(tree: dict[str, Any]) -> None:
         "kd.teacher": (tree.get("kd") or {}).get("teacher"),
     }
     for what, model in named.items():
-        if isinstance(model, str) and model != SYNTHETIC and "${" not in model:
+        if isinstance(model, str) and not (model == SYNTHETIC or "${" in model or model in known):
             check_model(what, model)
 
 
@@ -118,8 +117,9 @@ def check_model(what: str, model: str) -> None:
 
 
 def _check_inputs(tree: dict[str, Any]) -> str:
-    """Cache, corpus and student can be opened from here."""
-    rows, caches = check_paths(tree), _texts((tree.get("kd") or {}).get("cache"))
+    """Cache, corpus and models can be opened from here."""
+    check_models(tree)
+    rows, caches = check_caches(tree), _texts((tree.get("kd") or {}).get("cache"))
     dataset = tree.get("dataset") or {}
     for prefix in _texts(dataset.get("data_path")):
         for word in prefix.split():

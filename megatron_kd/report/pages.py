@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_kd.report import plan as plans
 from megatron_kd.report.page import Chart, Section, Table, write_page
-from megatron_kd.report.plan_memory import PARTS
 from megatron_kd.report.plan_shape import GB
 from megatron_kd.report.svg import line_chart, stacked_bars
 from megatron_kd.report.table import format_bytes
@@ -48,7 +47,7 @@ def plan_page(path: Path, plan: dict[str, Any], command: Sequence[str]) -> None:
     fits = "Fits" if plan["fits"] else "Does not fit"
     memory = stacked_bars(
         "Modelled memory of the fullest rank by way to compute the loss, in GB",
-        {name: {part: parts[part] / GB for part in PARTS} for name, parts in plan["memory"].items()},
+        {name: {part: parts[part] / GB for part in plans.parts_of(plan)} for name, parts in plan["memory"].items()},
         labels={name: f"{sum(parts.values()) / GB:.1f} GB" for name, parts in plan["memory"].items()},
         limit=plan["room"] / GB,
         limit_label=f"may be filled: {plan['room'] / GB:.0f} GB",
@@ -73,7 +72,7 @@ def plan_page(path: Path, plan: dict[str, Any], command: Sequence[str]) -> None:
             charts=[Chart("By what takes the time, seconds", seconds, wide=True)],
             tables=[Table(plans.STEP_HEAD, plans.step_rows(plan))],
         ),
-        Section("Cache and nodes (modelled)", text=[plans.cache_text(plan["cache"]) + ".", nodes_sentence(plan)]),
+        Section("Cache and nodes (modelled)", text=_cache_and_nodes(plan)),
         Section(
             "What could be changed (modelled)" if plan["fits"] else "What to change (modelled)",
             tables=[Table(["change", "fullest rank", ""], changes, words=True)],
@@ -97,9 +96,10 @@ def plan_page(path: Path, plan: dict[str, Any], command: Sequence[str]) -> None:
     )
 
 
-def nodes_sentence(plan: dict[str, Any]) -> str:
-    """The fewest nodes as a sentence."""
-    return f"Fewest nodes: {plans.nodes_text(plan)}."
+def _cache_and_nodes(plan: dict[str, Any]) -> list[str]:
+    cache = "A cache instead: " if plan["run"]["loss"]["online"] else "The cache: "
+    beside = [f"Without a cache {plans.beside_text(plan['beside'])}."] if plan["beside"] else []
+    return [f"{cache}{plans.cache_text(plan['cache'])}.", *beside, f"Fewest nodes: {plans.nodes_text(plan)}."]
 
 
 def compare_page(path: Path, found: dict[str, Any], command: Sequence[str] = ()) -> None:

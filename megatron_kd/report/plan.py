@@ -21,7 +21,7 @@ from megatron_kd.report.plan_memory import (
     unmodelled,
 )
 from megatron_kd.report.plan_shape import GB, Loss, Machine, Run
-from megatron_kd.report.plan_time import EFFICIENCY, cache_figures, step_flops, step_summary
+from megatron_kd.report.plan_time import EFFICIENCY, cache_figures, step_flops, step_summary, teacher_seconds
 from megatron_kd.report.table import format_table
 
 MODELLED = "modelled"
@@ -71,13 +71,16 @@ def smallest_at_any_layout(run: Run, machine: Machine, loss: Loss | None = None)
 def _layouts(run: Run, gpus: int, gpus_per_node: int) -> Iterator[Run]:
     sizes = [size for size in (1, 2, 4, 8, 16, 32) if size <= gpus]
     model = run.model
-    for pipeline in (size for size in sizes if model.layers % size == 0):
+    models = [model, run.teacher or model] if run.loss.online else [model]
+    for pipeline in (size for size in sizes if model.layers % size == 0 and not (run.loss.online and size > 1)):
         for context in (size for size in sizes if size <= gpus_per_node):
-            for tensor in (size for size in sizes if size <= gpus_per_node and model.groups % size == 0):
+            for tensor in (
+                size for size in sizes if size <= gpus_per_node and all(m.groups % size == 0 for m in models)
+            ):
                 ways = tensor * pipeline * context
                 if gpus % ways or run.training.global_batch % (run.training.micro_batch * (gpus // ways)):
                     continue
-                experts = [size for size in sizes if model.experts and model.experts % size == 0]
+                experts = [size for size in sizes if model.experts and all(m.experts % size == 0 for m in models)]
                 expert = max((size for size in experts if (gpus // pipeline) % size == 0 and size <= 8), default=1)
                 layout = replace(
                     run.layout,
@@ -112,6 +115,11 @@ def _single_changes(run: Run) -> Iterator[tuple[str, Run]]:
     def laid(**sizes: Any) -> Run:
         return replace(run, layout=replace(layout, **sizes))
 
+    if run.loss.online:
+        yield (
+            "a cache of the teacher (kd.cache) instead of kd.teacher",
+            replace(run, loss=replace(run.loss, online=False)),
+        )
     if run.loss.method != "fused":
         yield "kd.loss=fused", replace(run, loss=replace(run.loss, method="fused"))
     if run.loss.method != "fused" or run.loss.gradient != "recompute":
@@ -142,7 +150,8 @@ def _single_changes(run: Run) -> Iterator[tuple[str, Run]]:
         )
     if layout.gpus % (2 * layout.least_gpus_dense) == 0:
         yield f"model.context_parallel_size={2 * layout.context}", laid(context=2 * layout.context)
-        if model.layers % (2 * layout.pipeline * layout.virtual) == 0 and layout.expert_data % 2 == 0:
+        split = model.layers % (2 * layout.pipeline * layout.virtual) == 0 and layout.expert_data % 2 == 0
+        if split and not run.loss.online:
             yield f"model.pipeline_model_parallel_size={2 * layout.pipeline}", laid(pipeline=2 * layout.pipeline)
     if model.experts and model.experts % (2 * layout.expert) == 0 and layout.expert_data % 2 == 0:
         yield f"model.expert_model_parallel_size={2 * layout.expert}", laid(expert=2 * layout.expert)
@@ -178,10 +187,25 @@ def make_plan(run: Run, machine: Machine) -> dict[str, Any]:
         "step_flops": step_flops(run),
         "step": steps,
         "cache": cache_figures(run, machine, steps[own]["seconds"]),
+        "beside": beside(run, machine),
         "smallest_nodes": {name: smallest_nodes(run, machine, loss) for name, loss in losses_of(run).items()},
         "smallest_at_any_layout": anywhere and {"nodes": anywhere[0], "layout": asdict(anywhere[1].layout)},
         "changes": changes(run, machine),
         "assumptions": assumptions(run),
+    }
+
+
+def beside(run: Run, machine: Machine) -> dict[str, Any] | None:
+    """What the teacher that builds the cache would take beside the student instead: `bytes` more on each rank,
+    `seconds` more a step, `fits`. None where none is named, where it runs there already, and in a pipeline.
+    """
+    if run.teacher is None or run.loss.online or run.layout.pipeline > 1:
+        return None
+    tried = replace(run, loss=replace(run.loss, online=True))
+    return {
+        "bytes": rank_memory(tried)["teacher"],
+        "seconds": run.micro_batches * teacher_seconds(run, machine),
+        "fits": fits(tried, machine),
     }
 
 
@@ -195,7 +219,10 @@ def assumptions(run: Run) -> list[str]:
         "Activations: flash attention, experts evenly loaded.",
         f"Time: a roofline at shares of the peak: {shares}.",
         "MFU counts each product once, also where it is computed again.",
-        f"Cache: raw codec, every token of the run once; its teacher is {teacher}.",
+        f"The teacher, {teacher}, runs beside the student on the same ranks; the figures of a cache say what one "
+        "would take instead."
+        if run.loss.online
+        else f"Cache: raw codec, every token of the run once; its teacher is {teacher}.",
         *unmodelled(run),
     ]
 
@@ -230,7 +257,8 @@ def plan_text(plan: dict[str, Any]) -> str:
         f"A step, {MODELLED}: {plan['step_flops'] / 1e15:.3g} PFLOP",
         format_table(STEP_HEAD, step_rows(plan)),
         "",
-        f"Cache, {MODELLED}: {cache_text(plan['cache'])}",
+        f"Cache{' instead' if plan['run']['loss']['online'] else ''}, {MODELLED}: {cache_text(plan['cache'])}",
+        *([f"Without a cache, {MODELLED}: {beside_text(plan['beside'])}"] if plan["beside"] else []),
         f"Fewest nodes, {MODELLED}: {nodes_text(plan)}",
     ]
     if plan["changes"]:
@@ -249,7 +277,7 @@ STEP_HEAD = ["loss", "seconds", "tokens/s", "TFLOP/s/GPU", "MFU", "in the loss"]
 def memory_head(plan: dict[str, Any]) -> list[str]:
     """Headings of `memory_rows`; with a pipeline the loss's own stage, which is seldom the fullest, has a column."""
     last = ["last stage", "its loss"] if plan["run"]["layout"]["pipeline"] > 1 else []
-    return ["loss", *PARTS, "total", *last, "fits", "fewest nodes"]
+    return ["loss", *parts_of(plan), "total", *last, "fits", "fewest nodes"]
 
 
 def memory_rows(plan: dict[str, Any]) -> list[list[str]]:
@@ -257,7 +285,7 @@ def memory_rows(plan: dict[str, Any]) -> list[list[str]]:
     rows = []
     for name, parts in plan["memory"].items():
         total, nodes, last = sum(parts.values()), plan["smallest_nodes"][name], plan["last_stage"][name]
-        figures = [*(parts[part] for part in PARTS), total]
+        figures = [*(parts[part] for part in parts_of(plan)), total]
         if plan["run"]["layout"]["pipeline"] > 1:
             figures += [sum(last.values()), last["loss"]]
         fit = "yes" if total <= plan["room"] else "no"
@@ -289,6 +317,19 @@ def cache_text(cache: dict[str, float]) -> str:
         f"{cache['build_hours']:.1f} hours on these GPUs; read at {cache['read_bytes_per_second'] / 1e6:,.1f} MB/s "
         "while training"
     )
+
+
+def beside_text(found: dict[str, Any]) -> str:
+    """What `beside` found, in words."""
+    return (
+        f"the teacher beside the student (kd.teacher) would take {found['bytes'] / GB:.1f} GB more on each rank, "
+        f"which {'fits' if found['fits'] else 'does not fit'}, and {found['seconds']:.2f} s more a step"
+    )
+
+
+def parts_of(plan: dict[str, Any]) -> list[str]:
+    """The parts of its memory, in the order of PARTS."""
+    return [part for part in PARTS if part in plan["memory"][plan["loss"]]]
 
 
 def nodes_text(plan: dict[str, Any]) -> str:

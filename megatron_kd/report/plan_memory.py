@@ -14,7 +14,8 @@ from megatron_kd.report.plan_shape import Layout, Loss, Model, Run
 ALLOWANCE = 0.10
 """Share of a GPU's memory that a plan leaves free for what it does not count."""
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "loss")
+PARTS = ("weights", "gradients", "optimizer", "activations", "loss", "teacher")
+"""What fills a rank; the last only where the teacher runs beside the student."""
 LOSSES = {
     "dense": Loss(method="dense"),
     "forward_chunked": Loss(method="forward_chunked"),
@@ -169,14 +170,33 @@ def loss_bytes(run: Run, loss: Loss) -> float:
     return 4 * c * v + weight_gradient + 2 * own_rows * H + N * (8 * K + 20) + travels + 13 * c * K + _SCRATCH
 
 
+def teacher_bytes(run: Run) -> tuple[float, float]:
+    """A teacher beside the student on one rank, at the student's layout, without a pipeline: (its weights, what its
+    forward needs for a moment: one layer, and a strip of logits).
+    """
+    teacher = run.teacher or run.model
+    beside = replace(run, model=teacher, training=replace(run.training, recompute=None))
+    layout = run.layout
+    columns = teacher.padded_vocabulary // layout.tensor
+    strip = min(run.tokens, run.loss.strip_tokens or default_strip(columns))
+    tokens = run.tokens / (layout.tensor if layout.sequence_parallel else 1)
+    layer = max(layer_bytes(beside, layer) for layer in range(teacher.layers))
+    forward = layer + 2 * run.training.weight_bytes * tokens * teacher.hidden + 4 * strip * columns
+    return run.training.weight_bytes * sum(rank_parameters(teacher, layout, 0)), forward
+
+
 def stage_memory(run: Run, stage: int, loss: Loss | None = None) -> dict[str, float]:
     """Bytes by part (PARTS) of one rank of a stage."""
-    last = stage == run.layout.pipeline - 1
-    return {
+    last, loss = stage == run.layout.pipeline - 1, loss or run.loss
+    found = {
         **state_bytes(run, stage),
         "activations": activation_bytes(run, stage),
-        "loss": loss_bytes(run, loss or run.loss) if last else 0,
+        "loss": loss_bytes(run, loss) if last else 0,
     }
+    if loss.online:  # it sees a micro-batch before the student does, whose activations are not there yet
+        weights, forward = teacher_bytes(run)
+        found["teacher"] = weights + max(0, forward - found["activations"] - found["loss"])
+    return found
 
 
 def rank_memory(run: Run, loss: Loss | None = None) -> dict[str, float]:

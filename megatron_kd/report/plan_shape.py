@@ -168,6 +168,8 @@ class Loss:
     gradient: str = "forward"
     top_k: int = 100
     strip_tokens: int | None = None
+    online: bool = False
+    """The teacher runs beside the student, at its layout, instead of being read from a cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +181,7 @@ class Run:
     training: Training
     loss: Loss = field(default_factory=Loss)
     teacher: Model | None = None
-    """None: the teacher is as large as the student."""
+    """None: the teacher of the cache is as large as the student."""
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Self:

@@ -59,25 +59,16 @@ def step_seconds(run: Run, machine: Machine, loss: str) -> dict[str, float]:
         loss: A name of LOSSES.
     """
     layout, training = run.layout, run.training
-    rate = {kind: machine.flops * share for kind, share in EFFICIENCY.items()}
     memory = machine.bandwidth * EFFICIENCY["memory"]
-    flops = token_flops(run.model, training.seq_length)
-    share = run.tokens / (layout.tensor * layout.pipeline)
-    passes = 4 if training.recompute == "full" else 3
-    layers = {kind: passes * flops[kind] * share / rate[kind] for kind in ("products", "attention", "experts")}
-    depth = run.model.layers / layout.pipeline
-    everything = replace(run, training=replace(training, recompute=None))
-    traffic = TRAFFIC * sum(layer_bytes(everything, layer) for layer in range(run.model.layers)) / layout.pipeline
-    layers["between products"] = passes / 3 * traffic / memory
-    layers["messages in layers"] = depth * _layer_messages(run, machine) * passes / 3
+    layers = _layer_seconds(run, machine, passes=4 if training.recompute == "full" else 3)
     one = sum(layers.values())
     count = run.micro_batches
     found = {kind: seconds * count for kind, seconds in layers.items()}
-    head = LOSS_PRODUCTS[loss] * flops["head"] * run.tokens / layout.tensor / rate["products"]
-    grid = 4 * run.tokens * run.model.padded_vocabulary / layout.tensor
-    if loss == "dense":
-        grid *= layout.tensor  # every rank gathers the whole grid
-    found["loss"] = count * (head + LOSS_PASSES[loss] * grid / memory)
+    # The dense loss gathers the whole grid on every rank.
+    whole = layout.tensor if loss == "dense" else 1
+    found["loss"] = count * _head_seconds(run, machine, LOSS_PRODUCTS[loss], LOSS_PASSES[loss] * whole)
+    if run.loss.online:
+        found["teacher"] = count * teacher_seconds(run, machine)
     found["pipeline bubble"] = one * (layout.pipeline - 1) / layout.virtual
     found["data-parallel messages"] = _data_messages(run, machine, hidden=0.6 * one)
     dense, experts = rank_parameters(run.model, layout, 0)
@@ -85,6 +76,38 @@ def step_seconds(run: Run, machine: Machine, loss: str) -> dict[str, float]:
     state = 2 * (training.optimizer_bytes + training.gradient_bytes)
     found["optimizer"] = state * (dense / shards + experts / max(1, layout.expert_data)) / memory
     return found
+
+
+def teacher_seconds(run: Run, machine: Machine) -> float:
+    """A teacher beside the student, a micro-batch: its forward, and its top K by one product and two passes."""
+    beside = replace(run, model=run.teacher or run.model)
+    return sum(_layer_seconds(beside, machine, passes=1).values()) + _head_seconds(beside, machine, 1, 2)
+
+
+def _layer_seconds(run: Run, machine: Machine, passes: int) -> dict[str, float]:
+    """A micro-batch through a rank's layers: 1 pass is forward, 3 with backward, 4 if all is computed twice."""
+    layout = run.layout
+    flops = token_flops(run.model, run.training.seq_length)
+    share = run.tokens / (layout.tensor * layout.pipeline)
+    found = {
+        kind: passes * flops[kind] * share / (machine.flops * EFFICIENCY[kind])
+        for kind in ("products", "attention", "experts")
+    }
+    everything = replace(run, training=replace(run.training, recompute=None))
+    traffic = TRAFFIC * sum(layer_bytes(everything, layer) for layer in range(run.model.layers)) / layout.pipeline
+    found["between products"] = passes / 3 * traffic / (machine.bandwidth * EFFICIENCY["memory"])
+    found["messages in layers"] = run.model.layers / layout.pipeline * _layer_messages(run, machine) * passes / 3
+    return found
+
+
+def _head_seconds(run: Run, machine: Machine, products: int, passes: int) -> float:
+    """A micro-batch through the head: products with its weight, and passes over a rank's float32 logits."""
+    tokens = run.tokens / run.layout.tensor
+    flops = products * token_flops(run.model, run.training.seq_length)["head"] * tokens
+    grid = 4 * tokens * run.model.padded_vocabulary
+    return flops / (machine.flops * EFFICIENCY["products"]) + passes * grid / (
+        machine.bandwidth * EFFICIENCY["memory"]
+    )
 
 
 def _link(machine: Machine, first: int, last: int) -> float:

@@ -280,3 +280,43 @@ def test_the_command_without_megatron(capsys):
     assert capsys.readouterr().out == published_table() + "\n"
     assert main(["plan", "--recipe", "m:x", "--memory", "0"]) == 2
     assert "--memory 0.0: expected GB above 0" in capsys.readouterr().err
+
+
+# ---- a teacher beside the student ----
+
+
+def test_a_teacher_beside_the_student_takes_its_weights_and_one_forward():
+    run = replace(gpt_oss(tensor=1, expert=1, sequence_parallel=False), teacher=LLAMA_8B)
+    online = replace(run, loss=replace(run.loss, online=True))
+    more = {part: size - rank_memory(run).get(part, 0) for part, size in rank_memory(online).items()}
+    assert more.pop("teacher") == 2 * 8_030_261_248 and not any(more.values())
+    instant = replace(H200, bandwidth=float("inf"), nvlink=float("inf"), network=float("inf"))
+    apart, beside = (step_seconds(one, instant, "fused") for one in (run, online))
+    flops = token_flops(LLAMA_8B, run.training.seq_length)
+    shares = {"products": 0.75, "attention": 0.6, "experts": 0.55, "head": 0.75}
+    forward = sum(flops[kind] / (H200.flops * share) for kind, share in shares.items())
+    assert beside.pop("teacher") == pytest.approx(forward * run.tokens_per_step / run.layout.data)
+    assert beside == apart
+
+
+def test_where_the_teacher_needs_more_than_the_student_it_says_so():
+    """A student of one narrow layer: the teacher's own forward is the peak, by its widest layer and a strip."""
+    student = replace(LLAMA_3B, hidden=64, heads=4, groups=4, head_size=16, ffn=64, windows=(None,), vocabulary=512,
+                      padded_vocabulary=512)  # fmt: skip
+    training = replace(TRAINING, seq_length=4096)
+    run = Run(model=student, layout=Layout(gpus=1), training=training, loss=Loss(online=True), teacher=LLAMA_8B)
+    parts = rank_memory(run)
+    extra = parts["teacher"] - 2 * 8_030_261_248
+    layer = 2 * 4096 * (4 * 4096 + 2 * (32 + 8) * 128 + 3 * 14336)
+    strip = 4 * plan_memory.default_strip(128_256) * 128_256
+    assert extra == pytest.approx(layer + 4 * 4096 * 4096 + strip - parts["activations"] - parts["loss"])
+
+
+def test_what_to_change_about_a_teacher_beside_the_student_is_a_cache():
+    run = replace(gpt_oss(), teacher=GPT_OSS_120B, loss=Loss(online=True))
+    texts = [one["change"] for one in changes(run, H200)]
+    assert any("kd.cache" in text for text in texts) and not any("pipeline" in text for text in texts)
+    plan = make_plan(run, H200)
+    assert "teacher" in plan_text(plan) and "Cache instead" in plan_text(plan)
+    anywhere = plan["smallest_at_any_layout"]
+    assert anywhere is None or anywhere["layout"]["pipeline"] == 1

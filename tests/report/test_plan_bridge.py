@@ -97,9 +97,43 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     assert plan["command"][1:] == [*words, "kd.loss=dense", "kd.top_k=20", "train.micro_batch_size=2"]
     assert (tmp_path / "plan.html").exists() and (tmp_path / "plan.csv").exists()
     assert main(["plan", "--config-file", str(recipe), "kd.teacher=/t"]) == 2
-    assert "a plan does not model kd.teacher=/t" in capsys.readouterr().err
+    assert "kd.teacher /t holds no config.json" in capsys.readouterr().err
     fp8 = "mixed_precision=bf16_with_fp8_current_scaling_mixed"
     assert main(["plan", "--config-file", str(recipe), fp8]) == 2
     assert "a plan does not model weights kept in fp8" in capsys.readouterr().err
     assert main(["plan", "--config-file", str(recipe), "--gpus", "3", "train.global_batch_size=32"]) == 2
     assert "train.global_batch_size=32" in capsys.readouterr().err
+
+
+def test_a_teacher_beside_the_student(tmp_path, capsys):
+    """GPT-OSS 120B beside 20B on TP=4 x EP=8, by the sizes that its maker states; and the same as an alternative."""
+    recipe = ["plan", "--config-file", str(ROOT / "recipes" / "gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_32k.yaml")]
+    assert main([*recipe, "kd.teacher=openai/gpt-oss-120b", "--out", str(tmp_path / "online")]) == 0
+    printed = capsys.readouterr().out
+    online = json.loads((tmp_path / "online" / "plan.json").read_text())
+    hidden, expert = 2880, 3 * 2880 * 2880 + 3 * 2880
+    attention = 2 * hidden * 64 * (64 + 8) + (64 + 2 * 8) * 64  # products and their biases, cut for TP
+    whole = hidden + 2 * hidden + (64 // 4) + 128 * (hidden + 1)  # what every rank has: bias, norms, its sinks, router
+    rank = 36 * (128 // 8 * expert + attention // 4 + whole) + 2 * 201_088 // 4 * hidden + hidden
+    for parts in online["memory"].values():
+        assert parts["teacher"] == 2 * rank  # its forward needs less than the student's activations take afterwards
+    assert online["step"]["fused"]["parts"]["teacher"] > 0 and online["beside"] is None
+    assert "teacher" in (tmp_path / "online" / "plan.html").read_text() and "runs beside the student" in printed
+    assert main([*recipe, "--teacher", "openai/gpt-oss-120b", "--out", str(tmp_path / "cache")]) == 0
+    printed = capsys.readouterr().out
+    cached = json.loads((tmp_path / "cache" / "plan.json").read_text())
+    assert "teacher" not in cached["memory"]["fused"] and "teacher" not in cached["step"]["fused"]["parts"]
+    beside, parts = cached["beside"], online["step"]["fused"]["parts"]
+    assert beside["bytes"] == 2 * rank and beside["fits"] == online["fits"]
+    assert beside["seconds"] == pytest.approx(parts["teacher"])
+    assert online["step"]["fused"]["seconds"] == pytest.approx(cached["step"]["fused"]["seconds"] + beside["seconds"])
+    assert f"{2 * rank / 1e9:.1f} GB more on each rank" in printed
+    for words, message in (
+        (["kd.teacher=openai/gpt-oss-120b", "--teacher", "openai/gpt-oss-20b"], "Give one of them"),
+        (
+            ["kd.teacher=openai/gpt-oss-120b", "model.pipeline_model_parallel_size=2", "--gpus", "16"],
+            "without a pipeline alone",
+        ),
+    ):
+        assert main([*recipe, *words]) == 2
+        assert message in capsys.readouterr().err

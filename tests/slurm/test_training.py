@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cache and a training run through the job scripts on a real Slurm of two nodes, with real Megatron-Bridge ranks."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,11 @@ def train(cluster, inputs: Path, run_dir: Path, *arguments: str) -> Job:
     )
 
 
+def newest(run_dir: Path) -> int:
+    """The newest checkpoint's iteration."""
+    return int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+
+
 @pytest.fixture(scope="module")
 def whole(cluster, inputs) -> Path:
     """The folder of a run that nothing disturbed."""
@@ -117,9 +123,46 @@ def test_secrets_go_by_name_alone(cluster, whole):
         assert not path.is_file() or b"planted_secret" not in path.read_bytes(), path
 
 
-@pytest.mark.timeout(2400)  # five starts of two Megatron ranks, and those of the fixtures
+def test_a_comparison_is_requeued_near_its_time_limit_and_goes_on_with_what_is_missing(cluster, inputs):
+    """Two losses on two nodes; the signal of the time limit comes while the second trains."""
+    run_dir, losses = inputs / "losses", ["--methods", "dense,fused", "--assert-equal", "2e-3"]  # bf16
+    words = ["--config-file", inputs / "run.yaml", "--run-dir", run_dir, *losses, "train.train_iters=5"]
+    job, logs = Job(cluster, "compare.sbatch", [*TWO_NODES, "--time=60"], words), run_dir / "logs"
+    wait_for((run_dir / "dense" / "result.json").exists, 300, "a result of dense", lambda: log_text(logs))
+    first = (run_dir / "dense" / "result.json").read_bytes()
+    wait_for(lambda: "] fused" in log_text(logs), 60, "the start of fused", lambda: log_text(logs))
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)
+    job.wait_for_restart(1, logs)
+    job.wait("COMPLETED", "FAILED", "CANCELLED", timeout_s=400, logs=logs)
+    log = log_text(logs)
+    assert job.facts["JobState"] == "COMPLETED" and job.restarts == 1, log
+    assert "requeued to go on from 1 results" in log and (run_dir / "dense" / "result.json").read_bytes() == first
+    methods = json.loads((run_dir / "compare.json").read_text())["methods"]
+    assert [method["name"] for method in methods] == ["dense", "fused"]
+    for method in methods:
+        assert [step["step"] for step in method["steps"]] == [1, 2, 3, 4, 5]
+    dense, fused = (np.array([step["kd loss"] for step in method["steps"]]) for method in methods)
+    np.testing.assert_allclose(fused, dense, rtol=1e-2)
+    assert all((run_dir / method / "config.yaml").is_file() for method in ("dense", "fused"))
+    assert "fused" in (run_dir / "compare.html").read_text()
+
+
+def test_a_comparisons_mistake_is_met_before_anything_is_run(cluster, inputs):
+    run_dir = inputs / "mistaken"
+    words = ["--config-file", inputs / "run.yaml", "--run-dir", run_dir, "train.train_iters=5"]
+    job = Job(cluster, "compare.sbatch", ["--nodes=1", "--ntasks-per-node=3", "--gpus-per-node=3"], words)
+    job.wait("FAILED", timeout_s=60, logs=run_dir / "logs")
+    log = log_text(run_dir / "logs")
+    assert "3 ranks do not split into TP=2" in log
+    assert "Not requeued" in log and "Traceback" not in log and job.facts["ExitCode"] == "2:0"
+
+
+@pytest.mark.timeout(2400)  # six starts of two Megatron ranks, and those of the fixtures
 def test_a_run_with_its_plugs_pulled_ends_with_the_same_losses(cluster, inputs, whole):
-    """Time limit's signal, SIGKILL of a rank, a node set down: each requeues, and it goes on from the checkpoint."""
+    """Time limit's signal, SIGKILL of a rank, a node set down: each requeues, and it goes on from the checkpoint.
+
+    At last it is cancelled, which saves and does not requeue, and given once more.
+    """
     run_dir = inputs / "disturbed"
     job, logs = train(cluster, inputs, run_dir), run_dir / "logs"
 
@@ -129,7 +172,7 @@ def test_a_run_with_its_plugs_pulled_ends_with_the_same_losses(cluster, inputs, 
     wait_for_step(3)
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)  # what --signal=B:USR1@300 has Slurm send
     job.wait_for_restart(1, logs)
-    saved = int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    saved = newest(run_dir)
     assert saved >= 3 and f"requeued to go on from {saved} iterations" in log_text(logs)
 
     wait_for_step(saved + EVERY + 1)
@@ -137,15 +180,23 @@ def test_a_run_with_its_plugs_pulled_ends_with_the_same_losses(cluster, inputs, 
     job.wait_for_restart(2, logs)
     assert "(exit status 1" in log_text(logs)  # 137, or 143 of the rank that srun ended then
 
-    saved = int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    saved = newest(run_dir)
     wait_for_step(saved + EVERY + 1)
     cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     job.wait("PENDING", logs=logs)
     cluster.bring_back("n2")
     job.wait_for_restart(3, logs)
+
+    saved = newest(run_dir)
+    wait_for_step(saved + 1)
+    cluster.run("scancel", job.id)
+    job.wait("CANCELLED", logs=logs)
+    wait_for(lambda: "The same command goes on from there" in log_text(logs), 60, "the end", lambda: log_text(logs))
+    assert job.restarts == 3 and newest(run_dir) > saved, log_text(logs)
+    job = train(cluster, inputs, run_dir)
     job.wait("COMPLETED", "FAILED", "CANCELLED", timeout_s=400, logs=logs)
 
-    assert job.facts["JobState"] == "COMPLETED" and job.restarts == 3, log_text(logs)
+    assert job.facts["JobState"] == "COMPLETED" and job.restarts == 0, log_text(logs)
     expected, found = steps(whole), steps(run_dir)
     assert sorted(found) == [*range(1, STEPS + 1)]
     for step in expected:
