@@ -17,7 +17,7 @@ from typing import Any
 from megatron_kd.errors import UserError
 from megatron_kd.hub import check_on_hub
 from megatron_kd.report.evaluation import Evaluation, Score, files_digest
-from megatron_kd.report.versions import installed_versions
+from megatron_kd.versions import installed_versions
 
 _DESCRIPTION = """\
 Measure several models on the same tasks with lm-evaluation-harness, and put their scores into one table. Needs

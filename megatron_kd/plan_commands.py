@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_kd.bridge.commands import add_request
 from megatron_kd.errors import UserError
 
 _DESCRIPTION = """\
@@ -51,9 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         usage="megatron-kd plan [options] [key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--recipe", metavar="NAME", help="as for train; default: `recipe:` in the YAML file")
-    parser.add_argument("--config-file", type=Path, metavar="YAML", help="settings on top of the recipe's")
-    parser.add_argument("--student", metavar="FOLDER", help="Hugging Face model that gives the architecture")
+    add_request(parser)
     parser.add_argument(
         "--teacher",
         metavar="NAME",
@@ -125,12 +124,12 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
     import re
 
     from megatron_kd import dryrun
-    from megatron_kd.bridge.commands import Request, check_readable, require_bridge
+    from megatron_kd.bridge.commands import check_readable, request_of, require_bridge
     from megatron_kd.launch.keys import known_models
     from megatron_kd.launch.node import check_model
 
     require_bridge("a recipe is Megatron-Bridge's")
-    request = Request(args.recipe, args.student, args.config_file, tuple(args.overrides))
+    request = request_of(args)
     in_name = re.search(r"_(\d+)gpu_", _name(args))
     gpus = args.gpus or (int(in_name[1]) if in_name else None)
     check_readable(request, world_size=gpus, known=known_models())

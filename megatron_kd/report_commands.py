@@ -12,8 +12,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from megatron_kd.bridge.steps import read_steps
 from megatron_kd.errors import UserError
-from megatron_kd.report.versions import installed_versions
+from megatron_kd.versions import installed_versions
 
 _DESCRIPTION = """\
 Make one self-contained HTML page (no network, for screen and print) of a run's folder, a compare.json or a plan.json:
@@ -112,16 +113,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     history = folder / "history.jsonl"
     if not history.exists():
         raise UserError(f"{folder} has no history.jsonl: expected the --run-dir of `megatron-kd train`.")
-    by_step: dict[int, dict[str, Any]] = {}
-    for line in history.read_text().splitlines():
-        try:
-            step = json.loads(line)
-        except ValueError:
-            continue  # the line that a killed run was writing
-        by_step[step["step"]] = step  # a run that went on from a checkpoint does some steps again
-    if not by_step:
+    steps = read_steps(history)
+    if not steps:
         raise UserError(f"{history} has no step in it yet.")
-    steps = [by_step[number] for number in sorted(by_step)]
     return {
         "steps": steps,
         "summary": summary_of(steps),

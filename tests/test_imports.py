@@ -17,13 +17,14 @@ OURS = {
     "errors.py": set(),
     "stages.py": set(),
     "hub.py": {"errors"},
+    "versions.py": set(),
     "bench_commands.py": {"errors", "loss", "report"},
-    "evaluate.py": {"errors", "hub", "report"},
+    "evaluate.py": {"errors", "hub", "report", "versions"},
     "loss": {"errors", "loss", "bench_commands"},  # the last for `python -m megatron_kd.loss.bench` alone
     "cache": {"errors", "cache"},
     "teacher": {"errors", "hub", "teacher", "cache", "loss"},
     "bridge": {"errors", "hub", "stages", "bridge", "cache", "loss", "teacher", "dryrun"},  # dryrun: see DRY_RUN
-    "launch": {"errors", "hub", "launch", "cache", "bridge"},  # of bridge, how settings are read
+    "launch": {"errors", "hub", "versions", "launch", "cache", "bridge"},  # of bridge, how settings are read
     "dryrun": {"errors", "stages", "dryrun"},
     "report": {"errors", "report", "cache", "loss"},
 }

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,18 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         usage="megatron-kd train [options] [key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--recipe",
-        metavar="NAME",
-        help="a recipe of ours or of Megatron-Bridge, hf:FOLDER for any model that Bridge imports, or "
-        "package.module:function; default: `recipe:` in the YAML file",
-    )
-    parser.add_argument("--config-file", type=Path, metavar="YAML", help="settings on top of the recipe's")
-    parser.add_argument(
-        "--student",
-        metavar="FOLDER",
-        help="Hugging Face model that gives the student's architecture, tokenizer and first weights",
-    )
+    add_request(parser)
     parser.add_argument(
         "--run-dir",
         type=Path,
@@ -95,9 +84,32 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run, takes_overrides=True)
 
 
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is trained: --recipe, --config-file, --student."""
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help="a recipe of ours or of Megatron-Bridge, hf:FOLDER for any model that Bridge imports, or "
+        "package.module:function; default: `recipe:` in the YAML file",
+    )
+    parser.add_argument("--config-file", type=Path, metavar="YAML", help="settings on top of the recipe's")
+    parser.add_argument(
+        "--student",
+        metavar="FOLDER",
+        help="Hugging Face model that gives the student's architecture, tokenizer and first weights",
+    )
+
+
+def request_of(args: argparse.Namespace, overrides: Iterable[str] | None = None) -> Request:
+    """What these options and the `key=value` arguments ask for."""
+    return Request(
+        args.recipe, args.student, args.config_file, tuple(args.overrides if overrides is None else overrides)
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 0, or 1 if a dry run broke down."""
-    request = Request(args.recipe, args.student, args.config_file, tuple(args.overrides))
+    request = request_of(args)
     if not (args.dry_run or args.check_only) and (args.ranks is not None or args.world_size is not None):
         raise UserError("--ranks and --world-size belong to --dry-run; a real run has as many ranks as were started.")
     for name in ("ranks", "world_size"):

@@ -5,12 +5,12 @@ In: the configuration that Bridge saved with a checkpoint, and the cache's manif
 text of README.md. Only what was recorded is said. Costs the reading of two small files.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import megatron_kd
+from megatron_kd.bridge.steps import read_steps
 from megatron_kd.cache import CacheReader
 from megatron_kd.errors import UserError
 
@@ -134,20 +134,11 @@ def _training(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _losses(saved: Path) -> dict[str, str]:
     """Of the checkpoint's step, if the run kept its curve."""
-    path, step = saved.parent.parent / "history.jsonl", int(saved.name.removeprefix("iter_") or 0)
-    text = path.read_text().splitlines() if path.exists() else ()
+    step = int(saved.name.removeprefix("iter_") or 0)
     return {
         f"{name} at step {step}": f"{line[name]:.4f}"
-        for line in map(_parsed, text)
-        if line.get("step") == step
+        for line in read_steps(saved.parent.parent / "history.jsonl")
+        if line["step"] == step
         for name in ("kd loss", "lm loss", "total loss")
         if name in line
     }
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    """Nothing, of a line that a killed run did not finish."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return {}

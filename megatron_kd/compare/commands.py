@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_kd import dryrun
-from megatron_kd.bridge.commands import Request, check_readable
+from megatron_kd.bridge.commands import Request, add_request, check_readable, request_of
 from megatron_kd.compare import results
 from megatron_kd.compare.methods import METHODS, Run, is_sweep, plan
 from megatron_kd.errors import UserError
@@ -55,9 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         usage="megatron-kd compare [options] [key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--recipe", metavar="NAME", help="as for train")
-    parser.add_argument("--config-file", type=Path, metavar="YAML", help="settings on top of the recipe's")
-    parser.add_argument("--student", metavar="FOLDER", help="Hugging Face model the student starts from")
+    add_request(parser)
     parser.add_argument("--teacher", metavar="FOLDER", help="Hugging Face model for the methods that run the teacher")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="folder of the comparison; default: runs/compare-TIME"
@@ -93,7 +91,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; 1 if a method failed, or --assert-equal found a difference."""
     sweep, overrides, tolerance = _sort(args)
-    request = Request(args.recipe, args.student, args.config_file, tuple(overrides))
+    request = request_of(args, overrides)
     real = not (args.dry_run or args.summary)
     ranks = args.world_size or args.cpu_ranks or args.gpus
     check_readable(request, caches=real, world_size=ranks if real else None)
@@ -264,7 +262,7 @@ def _report(
     tolerance: float | None,
 ) -> int:
     from megatron_kd.report.pages import compare_page
-    from megatron_kd.report.versions import installed_versions
+    from megatron_kd.versions import installed_versions
 
     found = [result for run in runs if (result := results.read_result(folder / run.folder)) is not None]
     missing = {run.name: failed.get(run.name, "not run yet") for run in runs}

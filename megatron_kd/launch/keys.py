@@ -12,7 +12,7 @@ A test compares the list with the release that is installed, and says how to wri
 import ast
 import dataclasses
 import difflib
-import importlib.metadata
+import functools
 import json
 import types
 import typing
@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from megatron_kd.bridge.settings import unknown_recipe
 from megatron_kd.errors import ConfigError
+from megatron_kd.versions import installed_versions
 
 PATH = Path(__file__).with_name("keys.json")
 _BESIDE_SECTIONS = {"recipe", "student", "_target_"}
@@ -40,9 +41,9 @@ def check_keys(tree: Mapping[str, Any]) -> None:
     kd = _kd_hints()
     _check_kd(tree.get("kd") or {}, kd)
     check_recipe(tree.get("recipe"))
-    listed = json.loads(PATH.read_text())
-    if _bridge_version() not in (None, listed["megatron-bridge"]):
+    if not _is_listed():
         return
+    listed = _listed()
     sections, ours = {**listed["sections"], "kd": kd}, tree.get("recipe") in listed["recipes"]
     for section, values in tree.items():
         if section in _BESIDE_SECTIONS:
@@ -64,23 +65,20 @@ def check_recipe(name: Any) -> None:
     Raises:
         ConfigError: has the nearest names.
     """
-    listed = json.loads(PATH.read_text())
+    listed = _listed()
     known = [*listed["recipes"], *listed["recipes of Bridge"]]
-    other = _bridge_version() not in (None, listed["megatron-bridge"])
-    if isinstance(name, str) and not (other or ":" in name or "${" in name or name in known):
+    if isinstance(name, str) and _is_listed() and not (":" in name or "${" in name or name in known):
         raise ConfigError(unknown_recipe(name, listed["recipes"], known))
 
 
 def recipe_values(name: Any) -> dict[str, Any]:
     """What a recipe of ours sets of `layout.KEYS`; nothing for another recipe, or another release of Bridge."""
-    listed = json.loads(PATH.read_text())
-    other = _bridge_version() not in (None, listed["megatron-bridge"])
-    return {} if other else listed["values"].get(name, {}) if isinstance(name, str) else {}
+    return _listed()["values"].get(name, {}) if isinstance(name, str) and _is_listed() else {}
 
 
 def known_models() -> list[str]:
     """Models whose architecture our recipes write down, so that they are had without the hub."""
-    return json.loads(PATH.read_text())["models"]
+    return _listed()["models"]
 
 
 def _check_type(key: str, value: Any, kinds: str | None) -> None:
@@ -134,10 +132,17 @@ def _unknown(key: str, names: Any, sections: Mapping[str, Any]) -> str:
 
 
 def _bridge_version() -> str | None:
-    try:
-        return importlib.metadata.version("megatron-bridge")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return installed_versions(["megatron-bridge"]).get("megatron-bridge")
+
+
+@functools.cache
+def _listed() -> dict[str, Any]:
+    return json.loads(PATH.read_text())
+
+
+def _is_listed() -> bool:
+    """Whether the list is that of the Bridge that is installed; without any it is what there is."""
+    return _bridge_version() in (None, _listed()["megatron-bridge"])
 
 
 def collect() -> dict[str, Any]:

@@ -5,12 +5,13 @@ In: nothing but the machine. Out: plain values, ready for JSON. Imports neither 
 most, nearly all of it nvidia-smi.
 """
 
-import importlib.metadata
 import os
 import platform
 import shutil
 import subprocess
 from pathlib import Path
+
+from megatron_kd.versions import installed_versions
 
 PACKAGES = (
     "megatron-kd", "torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "hydra-core",
@@ -29,13 +30,7 @@ _SHARED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph", "fuse.ce
 
 def versions() -> dict[str, str]:
     """Python's version, and of each package that is installed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version(), **installed_versions(PACKAGES)}
 
 
 def gpus() -> list[dict[str, str]]:

@@ -152,7 +152,9 @@ def flat(values: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
 def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_shown, value))
-    return "" if value is None else str(value)
+    if isinstance(value, float) and abs(value) >= 1e6:
+        return f"{value:.4g}"
+    return "not set" if value is None else str(value)
 
 
 def _section(section: Section) -> str:

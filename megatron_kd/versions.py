@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which releases took part in what a report shows."""
+"""Which releases are installed here. Imports nothing of them."""
 
 import importlib.metadata
 from collections.abc import Iterable
