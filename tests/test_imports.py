@@ -24,7 +24,8 @@ OURS = {
     "cache": {"errors", "cache"},
     "teacher": {"errors", "hub", "teacher", "cache", "loss"},
     "bridge": {"errors", "hub", "stages", "bridge", "cache", "loss", "teacher", "dryrun"},  # dryrun: see DRY_RUN
-    "launch": {"errors", "hub", "versions", "launch", "cache", "bridge"},  # of bridge, how settings are read
+    # Of bridge, how settings are read; of loss, the divergences' names.
+    "launch": {"errors", "hub", "versions", "launch", "cache", "bridge", "loss"},
     "dryrun": {"errors", "stages", "dryrun"},
     "report": {"errors", "report", "cache", "loss"},
 }

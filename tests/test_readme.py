@@ -12,9 +12,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from megatron_kd.cli import build_parser, main
 from tests.cache.conftest import build, random_documents, write_corpus
+from tests.cli.hub_cache import put_model
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -86,6 +88,7 @@ def place(tmp_path_factory) -> Path:
             (path / "config.json").write_text("{}")
     for word in {word.partition("=")[2] for words in OURS for word in words if word.startswith("kd.cache=")}:
         build(root / word.lstrip("/"), corpus, top_k=3)
+    put_model(root / "hub", "openai/gpt-oss-120b")
     return root
 
 
@@ -101,6 +104,7 @@ def moved(word: str, root: Path) -> str:
 @pytest.mark.parametrize("words", OURS, ids=" ".join)
 def test_a_command_is_understood_and_runs(words, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(place / "hub"))
     for name in ("SLURM_JOB_ID", "SLURM_PROCID", "RANK"):
         monkeypatch.delenv(name, raising=False)
     words = [moved(word, place) for word in words]

@@ -23,7 +23,7 @@ Train a student from a teacher's cache in the Megatron-Bridge loop. One process 
 srun or torchrun. --dry-run rehearses the same run on CPU ranks here, without a GPU, shrunk by stated rules.
 
 Settings come from the recipe, then --config-file, then key=value arguments; the later wins. Keys are those of
---print-config, values follow hydra's grammar: train.train_iters=100  dataset.data_path=/data/corpus
+--print-config, values follow hydra's grammar: train.train_iters=5000  dataset.data_path=/data/corpus
 """
 
 _EXAMPLES = """\
@@ -117,9 +117,13 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
     if args.check_only:
         return check_only(request, args)
+    from megatron_kd.launch.keys import check_teacher_named
+
     require_bridge("training needs Megatron-Bridge")
     real = not (args.dry_run or args.print_config)
-    check_readable(request, caches=not args.print_config, world_size=_ranks() if real else args.world_size)
+    tree = check_readable(request, inputs=not args.print_config, world_size=_ranks() if real else args.world_size)
+    if real:
+        check_teacher_named(tree)
     try:
         if args.print_config:
             print(_on_cpu_ranks("print_config", 1, request)[0], end="")
@@ -140,15 +144,18 @@ def require_bridge(why: str) -> None:
 
 
 def check_readable(
-    request: Request, *, caches: bool = False, world_size: int | None = None, known: Collection[str] = ()
-) -> None:
+    request: Request, *, inputs: bool = False, world_size: int | None = None, known: Collection[str] = ()
+) -> dict[str, Any]:
     """Whatever can be found wrong with what was asked is said before Megatron is imported.
 
     Args:
         request: what was asked for.
-        caches: they are opened as well.
+        inputs: caches and corpora are opened as well.
         world_size: ranks of the run; None if unknown.
         known: names of models that need not be on the hub.
+
+    Returns:
+        The settings as written.
 
     Raises:
         ConfigError: not YAML, not hydra's grammar, no known key or recipe, a value of another type, sizes that do not
@@ -156,13 +163,17 @@ def check_readable(
         UserError: nothing usable at a path.
     """
     from megatron_kd.launch.fit import check_fit
-    from megatron_kd.launch.node import check_caches, check_models, settings_as_written
+    from megatron_kd.launch.node import check_caches, check_corpora, check_models, settings_as_written
 
     tree = settings_as_written(request.config_file, request.overrides, request.student, request.recipe)
+    if tree.get("recipe") is None:
+        raise UserError("no recipe: give --recipe NAME, or put `recipe: NAME` on top of the YAML file.")
     check_models(tree, known)
-    if caches:
+    if inputs:
         check_caches(tree)
+        check_corpora(tree)
     check_fit(tree, world_size)
+    return tree
 
 
 def _ranks() -> int | None:

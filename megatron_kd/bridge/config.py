@@ -7,7 +7,6 @@ Costs nothing beyond importing Bridge.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,14 @@ from megatron.bridge.utils.instantiate_utils import (
 
 from megatron_kd.bridge.conform import Mismatch, conform, describe
 from megatron_kd.bridge.finalise import OverwrittenValue, check_final, finalise_preview
+from megatron_kd.bridge.kd_values import check_bounds, check_teacher, check_together
 from megatron_kd.bridge.overrides import UserValues, apply_settings, field_hints
 from megatron_kd.bridge.preflight import check_before_start, refuse_unsupported
 from megatron_kd.bridge.settings import Settings, read_arguments, read_yaml
 from megatron_kd.bridge.targets import check_target
 from megatron_kd.errors import ConfigError
-from megatron_kd.loss import DIVERGENCES
+from megatron_kd.loss import LossArgumentError
+from megatron_kd.loss.divergence import find_divergence
 
 __all__ = [
     "ConfigError",
@@ -65,8 +66,8 @@ class KDConfig:
     distributions are mixed in these proportions. None: one teacher a corpus."""
 
     divergence: str = "forward_kl"
-    """What is minimised: a name of `megatron_kd.loss.DIVERGENCES`, or `package.module:function` for your own, called
-    with the student's and the teacher's log-probabilities [n, K+1] and returning [n]."""
+    """What is minimised: a name of `megatron_kd.loss.DIVERGENCES`, `jsd(0.3)`, or `package.module:function` for your
+    own, called with the student's and the teacher's log-probabilities [n, K+1] and returning [n]."""
 
     top_k: int | None = None
     """Teacher tokens used per position; the mass of the others joins the tail. None: as many as the cache holds, or
@@ -123,29 +124,9 @@ class KDConfig:
                 setattr(self, name, conform(getattr(self, name), hint))
             except Mismatch:
                 raise ConfigError(f"kd.{name} expects {describe(hint)}, found {getattr(self, name)!r}.") from None
-        for name, positive in (("top_k", True), ("strip_tokens", True), ("temperature", True), ("read_ahead", False)):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and (value > 0 if positive else value >= 0)):
-                raise ConfigError(f"kd.{name} must be {'above' if positive else 'at least'} 0, found {value!r}.")
-        for name in ("kd_weight", "ce_weight"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"kd.{name} must be a finite number, at least 0, found {value!r}.")
-        if not 0 <= self.bad_blocks_limit <= 1:
-            raise ConfigError(f"kd.bad_blocks_limit is a fraction from 0 to 1, found {self.bad_blocks_limit!r}.")
-        if self.kd_weight == 0 and self.ce_weight == 0:
-            raise ConfigError(
-                "kd.kd_weight and kd.ce_weight are both 0, so there is nothing to minimise. Set one of them."
-            )
-        if not self.cache and not self.teacher:
-            raise ConfigError(
-                "kd.cache is not set: name the folder that `megatron-kd cache build` wrote, or a teacher's folder as "
-                "kd.teacher, or set `kd: null` to train with Megatron's default loss."
-            )
-        if self.cache and self.teacher:
-            raise ConfigError(
-                f"kd.cache={self.cache} and kd.teacher={self.teacher} exclude each other. Set one of them to null."
-            )
+        check_bounds(vars(self))
+        check_together(vars(self))
+        check_teacher(vars(self))
         resolve_divergence(self.divergence)
 
 
@@ -157,11 +138,12 @@ def resolve_divergence(divergence: str) -> str | Callable:
     Raises:
         ConfigError: the name is not known, or the function cannot be imported.
     """
-    if divergence in DIVERGENCES:
-        return divergence
     if ":" not in divergence:
-        known = ", ".join(sorted(DIVERGENCES))
-        raise ConfigError(f"kd.divergence={divergence!r} is not known. Known: {known}; or package.module:function.")
+        try:
+            find_divergence(divergence)
+        except LossArgumentError as error:
+            raise ConfigError(f"kd.{error} A function is package.module:function.") from error
+        return divergence
     check_target(divergence.replace(":", "."), f"kd.divergence={divergence!r}", called=False)
     try:
         return instantiate({"_target_": divergence.replace(":", "."), "_call_": False})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether parallel sizes, batch, lengths and the model's parts fit each other: arithmetic that needs no Megatron.
+"""Whether parallel sizes, batch, lengths, the model's parts and the schedule fit each other, without Megatron.
 
 In: values by key ("model.num_layers"), of a configuration or as far as they are known before there is one. Out:
 nothing, or an error that names the keys and what would fit. A key that is absent is unknown, and nothing is said of
@@ -24,9 +24,7 @@ _UNEVEN = (
     "model.account_for_loss_in_pipeline_split",
 )
 """Settings under which stages need not have equally many layers."""
-KEYS = (
-    *ARCHITECTURE,
-    *_UNEVEN,
+_COUNTS = (
     "model.tensor_model_parallel_size",
     "model.pipeline_model_parallel_size",
     "model.virtual_pipeline_model_parallel_size",
@@ -37,6 +35,19 @@ KEYS = (
     "dataset.seq_length",
     "train.global_batch_size",
     "train.micro_batch_size",
+)
+"""At least 1, where they are set."""
+KEYS = (
+    *ARCHITECTURE,
+    *_UNEVEN,
+    *_COUNTS,
+    "train.train_iters",
+    "optimizer.lr",
+    "optimizer.min_lr",
+    "scheduler.max_steps",
+    "scheduler.lr_decay_iters",
+    "scheduler.lr_warmup_iters",
+    "scheduler.lr_warmup_fraction",
 )
 """All that is looked at here."""
 
@@ -60,6 +71,62 @@ def parallel_sizes(known: Known) -> dict[str, int]:
     if sizes["ETP"] is None:
         sizes["ETP"] = sizes["TP"]
     return {name: size or 1 for name, size in sizes.items() if size != 0}
+
+
+def check_fits(known: Known, world_size: int | None) -> None:
+    """Every check here; the last only if the number of ranks is known.
+
+    Raises:
+        LayoutError: the first that fails.
+    """
+    check_counts(known)
+    check_lengths(known)
+    check_parts(known)
+    check_schedule(known)
+    if world_size:
+        check_layout(known, world_size)
+
+
+def check_counts(known: Known) -> None:
+    """Sizes are at least 1.
+
+    Raises:
+        LayoutError: one is not.
+    """
+    for key in _COUNTS:
+        value = known.get(key)
+        if value is not None and value < 1:
+            raise LayoutError(f"{key} must be at least 1, found {value}.")
+
+
+def check_schedule(known: Known) -> None:
+    """The learning rate rises before it falls, and falls to a lower one.
+
+    Raises:
+        LayoutError: Megatron would stop at it once the model is built.
+    """
+    highest, lowest = known.get("optimizer.lr"), known.get("optimizer.min_lr")
+    for key, rate in (("optimizer.lr", highest), ("optimizer.min_lr", lowest)):
+        if rate is not None and rate < 0:
+            raise LayoutError(f"{key} must be at least 0, found {rate}.")
+    if None not in (highest, lowest) and lowest > highest:
+        raise LayoutError(
+            f"optimizer.min_lr={lowest} is above optimizer.lr={highest}, to which the learning rate rises. Set "
+            "optimizer.min_lr as well."
+        )
+    warmup = known.get("scheduler.lr_warmup_iters")
+    if known.get("scheduler.lr_warmup_fraction", 0) is not None:
+        return  # known to be a fraction, or not known
+    for key in ("scheduler.max_steps", "scheduler.lr_decay_iters", "train.train_iters"):
+        if key not in known:
+            return
+        if known[key] is not None:
+            break
+    if warmup and known[key] is not None and warmup >= known[key]:
+        raise LayoutError(
+            f"scheduler.lr_warmup_iters={warmup} must be below {key}={known[key]}, the iterations over which the "
+            "learning rate rises and falls. Set scheduler.lr_warmup_iters to fewer."
+        )
 
 
 def check_layout(known: Known, world_size: int) -> None:

@@ -65,19 +65,16 @@ def check_before_start(cfg: ConfigContainer, user_values: UserValues, *, world_s
 
 
 def check_settings(cfg: ConfigContainer, *, world_size: int) -> None:
-    """The checks that need neither a GPU nor Transformer Engine: support, lengths, paths, parts
-    of the corpus, layout.
+    """The checks that need neither a GPU nor Transformer Engine: support, layout, paths, parts of the corpus.
 
     Raises:
         ConfigError: the first that fails.
     """
     refuse_unsupported(cfg)
-    layout.check_lengths(known_values(cfg))
+    layout.check_fits(known_values(cfg), world_size)
     check_vocabulary(cfg)
     check_paths(cfg)
     check_splits(cfg)
-    layout.check_parts(known_values(cfg))
-    check_layout(cfg, world_size)
 
 
 _Finder = Callable[[ConfigContainer], str | None]

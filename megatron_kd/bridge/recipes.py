@@ -243,6 +243,7 @@ def smollm2_135m_pretrain_3cpu_fp32_kd_config() -> KDConfigContainer:
     cfg.model.params_dtype = cfg.model.autocast_dtype = cfg.model.pipeline_dtype = torch.float32
     cfg.train.micro_batch_size = 1
     cfg.train.global_batch_size = 8
+    cfg.scheduler.lr_warmup_iters = 10
     return cfg
 
 

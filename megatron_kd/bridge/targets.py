@@ -33,6 +33,11 @@ class UnsafeTarget(ConfigError):
     """A `_target_` that is not built."""
 
 
+def allowed_prefixes() -> list[str]:
+    """How the name of a target may begin."""
+    return sorted(target_allowlist.allowed_prefixes)
+
+
 def check_targets(tree: Any, source: str) -> None:
     """Checks every `_target_` in a tree.
 

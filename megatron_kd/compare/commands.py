@@ -34,7 +34,8 @@ methods:
 examples:
   megatron-kd compare --dry-run --recipe gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config
   megatron-kd compare --cpu-ranks 3 --run-dir cmp --recipe smollm2_135m_pretrain_3cpu_fp32_kd_config \\
-      --student demo/student kd.cache=demo/cache dataset.data_path=demo/corpus train.train_iters=20 --assert-equal
+      --student demo-run/student/hf kd.cache=demo-run/cache/cache dataset.data_path=demo-run/corpus/train \\
+      train.train_iters=20 --assert-equal
   megatron-kd compare --gpus 8 --run-dir cmp --config-file recipes/X.yaml kd.cache=/data/cache --teacher /models/t
   megatron-kd compare ... --sweep kd.divergence=forward_kl,reverse_kl,jsd kd.top_k=20,50,100
   megatron-kd submit recipes/X.yaml --compare kd.cache=/data/cache
@@ -94,12 +95,12 @@ def run(args: argparse.Namespace) -> int:
     request = request_of(args, overrides)
     real = not (args.dry_run or args.summary)
     ranks = args.world_size or args.cpu_ranks or args.gpus
-    check_readable(request, caches=real, world_size=ranks if real else None)
+    tree = check_readable(request, inputs=real, world_size=ranks if real else None)
     if args.teacher and real:
         from megatron_kd.launch.node import check_model
 
         check_model("--teacher", args.teacher)
-    runs, left_out = _plan(args, request, sweep)
+    runs, left_out = _plan(args, tree, sweep)
     folder = (args.run_dir or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if args.only:
         return _one_rank(args, request, runs, folder)
@@ -131,12 +132,7 @@ def _sort(args: argparse.Namespace) -> tuple[list[str], list[str], float | None]
         raise UserError(f"--assert-equal {tolerance}: expected a number, such as 1e-4.") from None
 
 
-def _plan(args: argparse.Namespace, request: Request, sweep: list[str]) -> tuple[list[Run], dict[str, str]]:
-    from megatron_kd.launch.node import settings_as_written
-
-    tree = settings_as_written(request.config_file, request.overrides, request.student, request.recipe)
-    if "recipe" not in tree:
-        raise UserError("no recipe: give --recipe NAME, or put `recipe: NAME` on top of the YAML file.")
+def _plan(args: argparse.Namespace, tree: dict[str, Any], sweep: list[str]) -> tuple[list[Run], dict[str, str]]:
     has_cache = args.dry_run or bool((tree.get("kd") or {}).get("cache"))
     teacher = "synthetic" if args.dry_run else args.teacher
     names = args.methods.split(",") if args.methods else None

@@ -138,7 +138,7 @@ def make_job(args: argparse.Namespace) -> Any:
         run_dir = (args.run_dir or Path("runs") / name).absolute()
         logs, more = run_dir / "logs", {"student": args.student, "run-dir": run_dir}
         _refuse(args, "out", "corpus", "array", why="is for a cache; this recipe is a run.")
-        _check_run(config_file, settings, further, args.student, nodes * gpus)
+        _check_run(config_file, settings, further, args.student, nodes * gpus, compares=args.compare)
     for name, value in more.items():
         arguments += [] if value is None else [f"--{name}", str(value)]
     script = "cache.sbatch" if is_cache else "compare.sbatch" if args.compare else "train.sbatch"
@@ -175,15 +175,20 @@ def _at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1 :]
 
 
-def _check_run(config_file: Path, settings: list[str], further: list[str], student: str | None, ranks: int) -> None:
+def _check_run(
+    config_file: Path, settings: list[str], further: list[str], student: str | None, ranks: int, *, compares: bool
+) -> None:
     """What needs neither Megatron nor the nodes."""
     from megatron_kd.launch.fit import check_fit
+    from megatron_kd.launch.keys import check_teacher_named
     from megatron_kd.launch.node import settings_as_written
 
     tree = settings_as_written(config_file, settings, student)
     if "recipe" not in tree and not any(word.startswith("--recipe") for word in further):
         raise UserError(f"{config_file} names no recipe. Put `recipe: NAME` on top of it, or add -- --recipe NAME.")
     check_fit(tree, ranks)
+    if not compares:
+        check_teacher_named(tree)
 
 
 def _allocation(args: argparse.Namespace, nodes: int, gpus: int) -> list[str]:

@@ -31,11 +31,7 @@ def check_fit(tree: dict[str, Any], world_size: int | None) -> None:
     Raises:
         LayoutError: they do not.
     """
-    known = known_values(tree)
-    layout.check_lengths(known)
-    layout.check_parts(known)
-    if world_size:
-        layout.check_layout(known, world_size)
+    layout.check_fits(known_values(tree), world_size)
 
 
 def known_values(tree: dict[str, Any]) -> dict[str, Any]:
@@ -73,4 +69,4 @@ def _plain(config: Any, key: str) -> Any:
         value = OmegaConf.select(config, key, default=_UNKNOWN)
     except OmegaConfBaseException:
         return _UNKNOWN
-    return value if value is None or type(value) in (int, bool) else _UNKNOWN
+    return value if value is None or type(value) in (int, float, bool) else _UNKNOWN

@@ -14,12 +14,14 @@ import dataclasses
 import difflib
 import functools
 import json
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_kd.bridge.kd_values import check_bounds, check_teacher, check_together
 from megatron_kd.bridge.settings import unknown_recipe
 from megatron_kd.errors import ConfigError
 from megatron_kd.versions import installed_versions
@@ -28,8 +30,10 @@ PATH = Path(__file__).with_name("keys.json")
 _BESIDE_SECTIONS = {"recipe", "student", "_target_"}
 _OF_THE_RECIPE = {"model", "dataset", "mixed_precision", "comm_overlap"}
 """Sections whose keys depend on the recipe; those of our own recipes are on the list."""
+_BY_NAME = {"mixed_precision"}
+"""Sections that a name may stand for."""
 _PLAIN = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "null": type(None)}
-_POSITIVE = ("top_k", "temperature", "strip_tokens")
+_REFERENCE = re.compile(r"\$\{(\w+)\.(\w+)\}")
 
 
 def check_keys(tree: Mapping[str, Any]) -> None:
@@ -38,8 +42,12 @@ def check_keys(tree: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: names the key and the nearest there is, or what its value should be.
     """
-    kd = _kd_hints()
-    _check_kd(tree.get("kd") or {}, kd)
+    for name in ("recipe", "student"):
+        if not isinstance(tree.get(name), str | None):
+            raise ConfigError(f"{name} expects text, found {tree[name]!r}.")
+    kd = _kd_fields()
+    if isinstance(tree.get("kd"), Mapping):
+        _check_kd(tree, kd)
     check_recipe(tree.get("recipe"))
     if not _is_listed():
         return
@@ -50,6 +58,10 @@ def check_keys(tree: Mapping[str, Any]) -> None:
             continue
         if section not in sections:
             raise ConfigError(_unknown(section, sections, sections))
+        _check_targets(section, values, listed["targets"])
+        _check_references(section, values, tree, sections, ours)
+        if not isinstance(values, Mapping | None) and not (section in _BY_NAME and isinstance(values, str)):
+            raise ConfigError(f"{section} is a section: expected keys below it, found {values!r}.")
         if not isinstance(values, Mapping) or "_target_" in values or not sections[section]:
             continue
         for name in values:
@@ -90,28 +102,96 @@ def _check_type(key: str, value: Any, kinds: str | None) -> None:
         raise ConfigError(f"{key} expects {kinds}, found {value!r}.")
 
 
-def _check_kd(kd: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+def _check_targets(section: str, value: Any, allowed: Sequence[str]) -> None:
+    """Every `_target_` begins as one that is allowed does; what it leads to is the full check's."""
+    for node in _below(value):
+        target = node.get("_target_") if isinstance(node, Mapping) else None
+        if isinstance(target, str) and not target.startswith(tuple(allowed)):
+            raise ConfigError(
+                f"{section}: _target_ {target} is not built: a configuration builds only what begins with one of "
+                f"{', '.join(allowed)}."
+            )
+
+
+def _check_references(section: str, value: Any, tree: Mapping, sections: Mapping, ours: bool) -> None:
+    """`${section.key}` leads to a key that is written here, or is on the list."""
+    for node in _below(value):
+        for there, name in _REFERENCE.findall(node) if isinstance(node, str) else ():
+            keys, written = sections.get(there), tree.get(there)
+            if keys is None:
+                unknown = _unknown(there, sections, sections)
+            elif (isinstance(written, Mapping) and name in written) or name in keys or not keys:
+                continue
+            elif there in _OF_THE_RECIPE and not ours:
+                continue
+            else:
+                unknown = _unknown(f"{there}.{name}", keys, sections)
+            raise ConfigError(f"{section}: ${{{there}.{name}}} leads nowhere: {unknown}")
+
+
+def _below(value: Any) -> Iterator[Any]:
+    """The value and everything in it."""
+    yield value
+    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _below(item)
+
+
+def _check_kd(tree: Mapping[str, Any], fields: Mapping[str, tuple[Any, Any]]) -> None:
     """The values of our own section, as far as they need no cache and no Megatron."""
-    for name, hint in hints.items():
+    kd = {name: value for name, value in tree["kd"].items() if not (isinstance(value, str) and "${" in value)}
+    for name, (hint, _) in fields.items():
         value = kd.get(name)
-        if value is None or (isinstance(value, str) and "${" in value):
+        if value is None:
             continue
         if typing.get_origin(hint) is Literal:
             if value not in typing.get_args(hint):
                 raise ConfigError(f"kd.{name} expects {' or '.join(typing.get_args(hint))}, found {value!r}.")
             continue
         _check_type(f"kd.{name}", value, _kinds(hint))
-        if name in _POSITIVE and value <= 0:
-            raise ConfigError(f"kd.{name} expects more than 0, found {value!r}.")
+    check_bounds(kd)
+    divergence = kd.get("divergence")
+    if isinstance(divergence, str) and ":" not in divergence and divergence not in _listed()["divergences"]:
+        from megatron_kd.loss import LossArgumentError  # which takes torch, two seconds
+        from megatron_kd.loss.divergence import find_divergence
+
+        try:
+            find_divergence(divergence)
+        except LossArgumentError as error:
+            raise ConfigError(f"kd.{error} A function is package.module:function.") from error
+    if _has_default_kd(tree):
+        check_together({name: default for name, (_, default) in fields.items()} | tree["kd"])
 
 
-def _kd_hints() -> dict[str, Any]:
-    """The fields of `KDConfig` with their annotations, read from its source: importing it takes Megatron."""
+def check_teacher_named(tree: Mapping[str, Any]) -> None:
+    """A run that distils has a cache or a teacher, if the recipe is known not to name one itself.
+
+    Raises:
+        ConfigError: it has neither.
+    """
+    kd = tree.get("kd", {})
+    if _has_default_kd(tree) and kd is not None:
+        check_teacher(kd)
+
+
+def _has_default_kd(tree: Mapping[str, Any]) -> bool:
+    """Whether the recipe leaves `kd` as it is by default: ours do, and `hf:`; of Bridge's those that are given one."""
+    name = tree.get("recipe")
+    if not isinstance(name, str):
+        return False
+    ours = name.startswith("hf:") or name in _listed()["recipes"]
+    return ours or (name in _listed()["recipes of Bridge"] and "kd" in tree)
+
+
+def _kd_fields() -> dict[str, tuple[Any, Any]]:
+    """The fields of `KDConfig`, annotation and default, read from its source: importing it takes Megatron."""
     source = Path(__file__).parents[1] / "bridge" / "config.py"
     classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
     body = next(node.body for node in classes if node.name == "KDConfig")
-    fields = [field for field in body if isinstance(field, ast.AnnAssign)]
-    return {field.target.id: eval(ast.unparse(field.annotation), {"Literal": Literal}) for field in fields}
+    return {
+        field.target.id: (eval(ast.unparse(field.annotation), {"Literal": Literal}), ast.literal_eval(field.value))
+        for field in body
+        if isinstance(field, ast.AnnAssign)
+    }
 
 
 def _kinds(hint: Any) -> str | None:
@@ -150,6 +230,8 @@ def collect() -> dict[str, Any]:
     from megatron_kd.bridge.overrides import field_hints
     from megatron_kd.bridge.preflight import known_values
     from megatron_kd.bridge.recipes import _ARCHITECTURES, _RECIPES, build_recipe, recipe_names
+    from megatron_kd.bridge.targets import allowed_prefixes
+    from megatron_kd.loss.divergence import DIVERGENCES
 
     sections: dict[str, dict[str, str | None]] = {}
     values: dict[str, Any] = {}
@@ -167,6 +249,8 @@ def collect() -> dict[str, Any]:
         "megatron-bridge": _bridge_version(),
         "recipes": sorted(_RECIPES),
         "recipes of Bridge": sorted(set(recipe_names()) - set(_RECIPES)),
+        "divergences": sorted(DIVERGENCES),
+        "targets": allowed_prefixes(),
         "models": sorted(_ARCHITECTURES),
         "values": values,
         "sections": {section: dict(sorted(names.items())) for section, names in sorted(sections.items())},

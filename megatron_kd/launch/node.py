@@ -22,7 +22,7 @@ from megatron_kd.errors import UserError
 from megatron_kd.hub import check_on_hub
 from megatron_kd.launch import machine
 from megatron_kd.launch.fit import check_fit
-from megatron_kd.launch.keys import check_keys
+from megatron_kd.launch.keys import check_keys, check_teacher_named
 
 WAIT_S = 60
 CLOCK_SKEW_S = 5
@@ -116,15 +116,20 @@ def check_model(what: str, model: str) -> None:
         raise NodeError(f"{what} {model} holds no config.json. Expected a Hugging Face folder, or a hub name.")
 
 
-def _check_inputs(tree: dict[str, Any]) -> str:
-    """Cache, corpus and models can be opened from here."""
-    check_models(tree)
-    rows, caches = check_caches(tree), _texts((tree.get("kd") or {}).get("cache"))
-    dataset = tree.get("dataset") or {}
-    for prefix in _texts(dataset.get("data_path")):
+def check_corpora(tree: dict[str, Any]) -> None:
+    """The corpora that are named can be opened from here."""
+    for prefix in _texts((tree.get("dataset") or {}).get("data_path")):
         for word in prefix.split():
             if not word.replace(".", "").isdigit():
                 Corpus(word)
+
+
+def _check_inputs(tree: dict[str, Any]) -> str:
+    """Cache, corpus and models can be opened from here."""
+    check_teacher_named(tree)
+    check_models(tree)
+    rows, caches = check_caches(tree), _texts((tree.get("kd") or {}).get("cache"))
+    check_corpora(tree)
     return f"{len(caches)} caches with {rows:,} rows readable" if caches else "no cache named"
 
 

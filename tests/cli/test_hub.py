@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from megatron_kd.cli import main
 from megatron_kd.errors import ConfigError
 from megatron_kd.hub import check_on_hub
+from tests.cli.hub_cache import put_model
 
 RECIPE = "smollm2_135m_pretrain_3cpu_fp32_kd_config"
 COMMANDS = {
@@ -99,11 +100,7 @@ def test_what_the_hub_or_its_cache_has_is_let_through(hub, tmp_path, monkeypatch
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "ENDPOINT", hub)
     check_on_hub("student", "org/here")
-    folder = tmp_path / "models--org--cached"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("0" * 40)
-    (folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
-    (folder / "snapshots" / ("0" * 40) / "config.json").write_text("{}")
+    put_model(tmp_path, "org/cached")
     check_on_hub("student", "org/cached")
     with pytest.raises(ConfigError):
         check_on_hub("student", "org/none")

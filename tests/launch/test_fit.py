@@ -69,3 +69,29 @@ def test_of_what_is_not_known_nothing_is_said():
     )
     with pytest.raises(LayoutError):
         check_fit({"recipe": "mine:recipe", "model": {"tensor_model_parallel_size": 2}}, 5)
+
+
+SCHEDULES = {
+    "a lower peak alone": ({"optimizer": {"lr": 1e-6}}, ["optimizer.min_lr=3e-05 is above optimizer.lr=1e-06"]),
+    "fewer steps alone": ({"train": {"train_iters": 50}}, ["lr_warmup_iters=2000 must be below train.train_iters=50"]),
+    "fewer to fall": ({"scheduler": {"lr_decay_iters": 2000}}, ["must be below scheduler.lr_decay_iters=2000"]),
+    "a rate below 0": ({"optimizer": {"lr": -1}}, ["optimizer.lr must be at least 0, found -1"]),
+    "no batch": ({"train": {"micro_batch_size": 0}}, ["train.micro_batch_size must be at least 1, found 0"]),
+    "no ranks": ({"model": {"tensor_model_parallel_size": 0}}, ["tensor_model_parallel_size must be at least 1"]),
+}
+
+
+@pytest.mark.parametrize("mistake", SCHEDULES)
+def test_what_megatron_would_stop_at_once_the_model_is_built(mistake):
+    tree, parts = SCHEDULES[mistake]
+    with pytest.raises(LayoutError) as refused:
+        check_fit({"recipe": OURS, **tree}, 8)
+    for part in parts:
+        assert part in str(refused.value)
+
+
+def test_schedules_that_megatron_takes():
+    check_fit({"recipe": OURS, "optimizer": {"lr": 1e-6, "min_lr": 0}}, 8)
+    check_fit({"recipe": OURS, "train": {"train_iters": 50}, "scheduler": {"lr_warmup_fraction": 0.1}}, 8)
+    check_fit({"recipe": OURS, "train": {"train_iters": 50}, "scheduler": {"lr_decay_iters": 5000}}, 8)
+    check_fit({"recipe": "mine:recipe", "train": {"train_iters": 50}, "scheduler": {"lr_warmup_iters": 100}}, 8)

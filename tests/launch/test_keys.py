@@ -47,8 +47,8 @@ def test_a_misspelt_key_meets_its_neighbour(tree, parts):
         ({"optimizer": {"lr": "fast"}}, ["optimizer.lr expects", "float", "'fast'"]),
         ({"model": {"sequence_parallel": 1}}, ["model.sequence_parallel expects bool", "found 1"]),
         ({"kd": {"top_k": "all"}}, ["kd.top_k expects int or null", "'all'"]),
-        ({"kd": {"top_k": 0}}, ["kd.top_k expects more than 0", "found 0"]),
-        ({"kd": {"temperature": -1}}, ["kd.temperature expects more than 0", "-1"]),
+        ({"kd": {"top_k": 0}}, ["kd.top_k must be a finite number, above 0", "found 0"]),
+        ({"kd": {"temperature": -1}}, ["kd.temperature must be a finite number, above 0", "-1"]),
         ({"kd": {"loss": "fast"}}, ["kd.loss expects fused or dense", "'fast'"]),
     ],
     ids=str,
@@ -79,12 +79,60 @@ def test_what_the_list_cannot_know_is_left_to_the_full_check():
     )
 
 
-def in_rank_kd_keys() -> list[str]:
+def in_rank_kd_keys() -> dict[str, object]:
     from megatron_kd.bridge.config import KDConfig
     from megatron_kd.bridge.overrides import field_hints
 
-    return list(field_hints(KDConfig))
+    default = KDConfig()
+    return {name: getattr(default, name) for name in field_hints(KDConfig)}
 
 
 def test_kds_keys_are_read_from_its_source():
-    assert list(keys._kd_hints()) == dryrun.run_ranks(in_rank_kd_keys, 1)[0]
+    assert {name: default for name, (_, default) in keys._kd_fields().items()} == dryrun.run_ranks(in_rank_kd_keys, 1)[
+        0
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tree", "parts"),
+    [
+        ({"train": 5}, ["train is a section", "found 5"]),
+        ({"recipe": ["a"]}, ["recipe expects text", "['a']"]),
+        ({"student": 7}, ["student expects text"]),
+        (
+            {"model": {"seq_length": "${dataset.seqlength}"}},
+            ["${dataset.seqlength} leads nowhere", "dataset.seq_length"],
+        ),
+        ({"model": {"seq_length": "${datasets.seq_length}"}}, ["leads nowhere", "dataset"]),
+        ({"model": {"_target_": "os.system", "command": "ls"}}, ["_target_ os.system is not built"]),
+        ({"dataset": {"x": [{"_target_": "subprocess.run"}]}}, ["_target_ subprocess.run is not built"]),
+        ({"kd": {"divergence": "forwardkl"}}, ["kd.divergence", "'forwardkl'", "Did you mean 'forward_kl'"]),
+        ({"kd": {"kd_weight": 0}}, ["both 0"]),
+        ({"kd": {"kd_weight": -1}}, ["kd.kd_weight", "at least 0, found -1"]),
+        ({"kd": {"bad_blocks_limit": 2}}, ["kd.bad_blocks_limit", "from 0 to 1"]),
+        ({"kd": {"cache": "a", "teacher": "b"}}, ["kd.cache=a and kd.teacher=b exclude each other"]),
+    ],
+    ids=str,
+)
+def test_what_a_tree_cannot_hold(tree, parts):
+    with pytest.raises(ConfigError) as refused:
+        keys.check_keys({"recipe": OURS, **tree})
+    for part in parts:
+        assert part in str(refused.value)
+
+
+def test_references_and_targets_that_lead_somewhere():
+    keys.check_keys(
+        {"recipe": OURS, "dataset": {"seq_length": "${model.seq_length}"}, "kd": {"divergence": "jsd(0.3)"}}
+    )
+    keys.check_keys({"recipe": OURS, "train": {"train_iters": "${oc.env:STEPS}"}, "kd": {"divergence": "a.b:c"}})
+    keys.check_keys({"recipe": "mine:recipe", "model": {"of_mine": "${dataset.of_mine}"}, "kd": {"kd_weight": 0}})
+    keys.check_keys({"recipe": OURS, "dataset": {"_target_": "megatron.bridge.data.builders.GPTSFTDatasetConfig"}})
+
+
+def test_a_teacher_is_asked_for_where_the_recipe_has_none():
+    for tree in ({"recipe": OURS}, {"recipe": "hf:/x", "kd": {"top_k": 5}}):
+        with pytest.raises(ConfigError, match="kd.cache is not set"):
+            keys.check_teacher_named(tree)
+    for tree in ({"recipe": OURS, "kd": None}, {"recipe": OURS, "kd": {"teacher": "x"}}, {"recipe": "mine:recipe"}):
+        keys.check_teacher_named(tree)

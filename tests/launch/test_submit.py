@@ -83,7 +83,7 @@ def test_a_cache_goes_to_the_caches_script(capsys, tmp_path):
         ([TWO_NODES, "--nodes", "two"], ["argument --nodes: invalid int value: 'two'"]),
         ([TWO_NODES, "--nodes", -1], ["--nodes -1", "expected at least 1"]),
         ([TWO_NODES, "kd.cache"], ["argument 'kd.cache' is not key=value"]),
-        ([TWO_NODES, "--mount", "/d:/d"], ["--mount is for a container; add --container IMAGE"]),
+        ([TWO_NODES, "--mount", "/d:/d", "kd.cache=/k"], ["--mount is for a container; add --container IMAGE"]),
         ([TWO_NODES, "--out", "/d"], ["--out is for a cache"]),
         ([TWO_NODES, "logger.comet_api_key=abc"], ["logger.comet_api_key=... is a secret", "Export"]),
         ([TWO_NODES, "env_vars.HF_TOKEN=abc"], ["env_vars.HF_TOKEN=... is a secret"]),
@@ -102,7 +102,7 @@ def test_a_cache_goes_to_the_caches_script(capsys, tmp_path):
         ([CACHE, "--run-dir", "/r", "--out", "/o"], ["--run-dir is for a run"]),
         (["/no/recipe.yaml"], ["/no/recipe.yaml cannot be read"]),
         ([ROOT / "requirements" / "dev.txt"], ["dev.txt"]),
-        ([TWO_NODES], ["there is no sbatch here", "--print"]),
+        ([TWO_NODES, "kd.cache=/k"], ["there is no sbatch here", "--print"]),
     ],
     ids=str,
 )
