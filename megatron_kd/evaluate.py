@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_kd.errors import UserError
+from megatron_kd.folders import make_folder
 from megatron_kd.hub import check_on_hub
 from megatron_kd.report.evaluation import Evaluation, Score, files_digest
 from megatron_kd.versions import installed_versions
@@ -77,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             "evaluate needs lm-evaluation-harness, which is not installed: pip install 'megatron-kd[evaluate]'"
         )
+    for name, folder in models.items():
+        check_on_hub(f"{name}:", folder)
+    make_folder(args.out, "--out")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     manager, tasks = _tasks(args)
     evaluation = Evaluation(args.out, _settings(args, tasks), installed_versions(_VERSIONS))
@@ -107,8 +111,6 @@ def _models(words: list[str]) -> dict[str, str]:
                     f"{name}: {folder} holds no Hugging Face model: expected config.json in it. A run's checkpoint "
                     "becomes one by `megatron-kd export`."
                 )
-        else:
-            check_on_hub(f"{name}:", folder)
         models[name] = folder
     return models
 

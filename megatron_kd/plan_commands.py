@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_kd.bridge.commands import add_request
 from megatron_kd.errors import UserError
+from megatron_kd.folders import make_folder
 
 _DESCRIPTION = """\
 Say before anything is spent whether a run fits, on how few nodes, how long a step takes and what the cache takes.
@@ -85,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_kd.report.plan_shape import Run
 
     machine = machine_of(args)
+    if args.out:
+        make_folder(args.out, "--out")
     plan = make_plan(Run.from_dict(describe(args)), machine)
     print(plan_text(plan))
     if args.out:
@@ -157,7 +160,6 @@ def write_plan(folder: Path, plan: dict[str, Any], argv: list[str]) -> None:
     from megatron_kd.report.pages import plan_page
     from megatron_kd.report.plan import csv_rows
 
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps({**plan, "command": ["megatron-kd", *argv]}, indent=1) + "\n")
     with (folder / "plan.csv").open("w", newline="") as file:
         csv.writer(file).writerows(csv_rows(plan))

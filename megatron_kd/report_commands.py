@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_kd.bridge.steps import read_steps
 from megatron_kd.errors import UserError
+from megatron_kd.folders import make_folder
 from megatron_kd.versions import installed_versions
 
 _DESCRIPTION = """\
@@ -72,11 +73,13 @@ def run(args: argparse.Namespace) -> int:
     if args.source.is_dir():
         folder, out = args.source, args.out or args.source / "report.html"
         found = read_run(folder)
+        make_folder(out.parent, "--out")
         write_run(folder, found)
         pages.run_page(out, folder.resolve().name, found, command)
     else:
         found = read_json(args.source)
         out = args.out or args.source.with_suffix(".html")
+        make_folder(out.parent, "--out")
         if "methods" in found:
             pages.compare_page(out, found, found.get("command", command))
         elif found.get("kind") == "modelled":

@@ -17,17 +17,28 @@ OURS = {
     "errors.py": set(),
     "stages.py": set(),
     "hub.py": {"errors"},
+    "folders.py": {"errors"},
     "versions.py": set(),
     "bench_commands.py": {"errors", "loss", "report"},
-    "evaluate.py": {"errors", "hub", "report", "versions"},
+    "evaluate.py": {"errors", "folders", "hub", "report", "versions"},
     "loss": {"errors", "loss", "bench_commands"},  # the last for `python -m megatron_kd.loss.bench` alone
     "cache": {"errors", "cache"},
-    "teacher": {"errors", "hub", "teacher", "cache", "loss"},
-    "bridge": {"errors", "hub", "stages", "bridge", "cache", "loss", "teacher", "dryrun"},  # dryrun: see DRY_RUN
+    "teacher": {"errors", "folders", "hub", "teacher", "cache", "loss"},
+    "bridge": {
+        "errors",
+        "folders",
+        "hub",
+        "stages",
+        "bridge",
+        "cache",
+        "loss",
+        "teacher",
+        "dryrun",
+    },  # dryrun: see DRY_RUN
     # Of bridge, how settings are read; of loss, the divergences' names.
     "launch": {"errors", "hub", "versions", "launch", "cache", "bridge", "loss"},
     "dryrun": {"errors", "stages", "dryrun"},
-    "report": {"errors", "report", "cache", "loss"},
+    "report": {"errors", "folders", "report", "cache", "loss"},
 }
 MEGATRON = {"bridge", "dryrun"}
 DRY_RUN = {

@@ -82,12 +82,12 @@ def place(tmp_path_factory) -> Path:
         path = root / word.lstrip("/")
         if "corpus" in word or "text_document" in word:
             path.parent.mkdir(parents=True, exist_ok=True)
-            corpus = write_corpus(path, random_documents(1, count=5))
+            corpus = write_corpus(path, random_documents(1, count=2600, longest=4))
         elif word in (value for words in OURS for value in after(words, "--student")):
             path.mkdir(parents=True)
             (path / "config.json").write_text("{}")
     for word in {word.partition("=")[2] for words in OURS for word in words if word.startswith("kd.cache=")}:
-        build(root / word.lstrip("/"), corpus, top_k=3)
+        build(root / word.lstrip("/"), corpus, top_k=100)
     put_model(root / "hub", "openai/gpt-oss-120b")
     return root
 

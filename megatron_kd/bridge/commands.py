@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron_kd import dryrun
 from megatron_kd.errors import UserError
+from megatron_kd.folders import make_folder
 
 _DESCRIPTION = """\
 Train a student from a teacher's cache in the Megatron-Bridge loop. One process is one rank: start one per GPU with
@@ -121,9 +122,17 @@ def run(args: argparse.Namespace) -> int:
 
     require_bridge("training needs Megatron-Bridge")
     real = not (args.dry_run or args.print_config)
-    tree = check_readable(request, inputs=not args.print_config, world_size=_ranks() if real else args.world_size)
+    runs_here = args.cpu or importlib.util.find_spec("transformer_engine") is not None
+    ranks = _ranks() if real and runs_here else args.world_size
+    tree = check_readable(request, inputs=not args.print_config, world_size=ranks)
     if real:
         check_teacher_named(tree)
+        if not runs_here:
+            raise UserError(
+                "training needs Transformer Engine, which is not installed. Run it in NVIDIA's NeMo container, "
+                "rehearse it with --dry-run, or train a small model with --cpu."
+            )
+        args.run_dir = make_folder((args.run_dir or default_run_dir(request, _ranks())).absolute(), "--run-dir")
     try:
         if args.print_config:
             print(_on_cpu_ranks("print_config", 1, request)[0], end="")
@@ -163,7 +172,13 @@ def check_readable(
         UserError: nothing usable at a path.
     """
     from megatron_kd.launch.fit import check_fit
-    from megatron_kd.launch.node import check_caches, check_corpora, check_models, settings_as_written
+    from megatron_kd.launch.node import (
+        check_caches,
+        check_checkpoints,
+        check_corpora,
+        check_models,
+        settings_as_written,
+    )
 
     tree = settings_as_written(request.config_file, request.overrides, request.student, request.recipe)
     if tree.get("recipe") is None:
@@ -172,14 +187,15 @@ def check_readable(
     if inputs:
         check_caches(tree)
         check_corpora(tree)
+        check_checkpoints(tree)
     check_fit(tree, world_size)
     return tree
 
 
-def _ranks() -> int | None:
-    """Ranks that torchrun or srun has started; None if neither says."""
+def _ranks() -> int:
+    """Ranks that torchrun or srun has started; 1 if neither has."""
     found = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or ""
-    return int(found) if found.isdigit() else None
+    return int(found) if found.isdigit() else 1
 
 
 def check_only(request: Request, args: argparse.Namespace) -> int:
@@ -198,27 +214,20 @@ def check_only(request: Request, args: argparse.Namespace) -> int:
     return 0
 
 
-def train(request: Request, run_dir: Path | None, *, cpu: bool = False) -> None:
+def train(request: Request, run_dir: Path, *, cpu: bool = False) -> None:
     """The real run, on this process's rank. When it is through, rank 0 writes the file `finished` into its folder.
 
     Raises:
-        UserError: no GPU, no Transformer Engine, or a configuration that cannot run.
+        UserError: a configuration that cannot run.
     """
     if cpu:
         dryrun.enable()
-    elif importlib.util.find_spec("transformer_engine") is None:
-        raise UserError(
-            "training needs Transformer Engine, which is not installed. Run it in NVIDIA's NeMo container, rehearse "
-            "it with --dry-run, or train a small model with --cpu."
-        )
     from megatron.bridge.utils.common_utils import get_world_size_safe
 
     from megatron_kd.bridge.config import check_before_start, load_config
     from megatron_kd.bridge.history import StepHistory
     from megatron_kd.bridge.train import leave_on_signal, train
 
-    run_dir = (run_dir or default_run_dir(request, get_world_size_safe())).absolute()
-    run_dir.mkdir(parents=True, exist_ok=True)
     cfg, values = load_config(**request._asdict(), run_dir=run_dir)
     for change in dryrun.prepare(cfg) if cpu else ():
         values.forget(change.key)

@@ -14,6 +14,7 @@ from megatron_kd import dryrun
 from megatron_kd.bridge.commands import require_bridge
 from megatron_kd.bridge.iterations import iteration_folder
 from megatron_kd.errors import UserError
+from megatron_kd.folders import check_can_make
 from megatron_kd.hub import check_on_hub
 
 _DESCRIPTION = """\
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if any(args.out.glob("*.safetensors")):
         raise UserError(f"--out {args.out} already holds a model. Give another folder, or remove it.")
     iteration_folder(args.run_dir, args.iteration)
+    check_can_make(args.out, "--out")
     if args.reference is not None:
         check_on_hub("--reference", args.reference)
     require_bridge("export needs Megatron-Bridge")

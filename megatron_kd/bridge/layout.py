@@ -41,6 +41,7 @@ KEYS = (
     *ARCHITECTURE,
     *_UNEVEN,
     *_COUNTS,
+    "dataset.split",
     "train.train_iters",
     "optimizer.lr",
     "optimizer.min_lr",

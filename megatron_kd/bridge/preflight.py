@@ -44,11 +44,12 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.training.checkpointing import checkpoint_exists
 from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig, MockGPTDatasetConfig
 from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
+from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_kd.bridge import layout
 from megatron_kd.bridge.finalise import check_final, finalise_preview
 from megatron_kd.bridge.overrides import UserValues
-from megatron_kd.bridge.splits import check_splits
+from megatron_kd.bridge.splits import check_split
 from megatron_kd.bridge.targets import check_checkpoint
 from megatron_kd.errors import ConfigError
 from megatron_kd.stages import mix_up_messages
@@ -209,6 +210,19 @@ def refuse_unsupported(cfg: ConfigContainer) -> None:
     for find, expected in _UNSUPPORTED:
         if found := find(cfg):
             raise ConfigError(f"{found} does not work with distillation; expected {expected}.")
+
+
+def check_splits(cfg: ConfigContainer) -> None:
+    """Every part of the corpora has a document, where the parts come from `dataset.split`."""
+    dataset = cfg.dataset
+    if type(dataset) is not GPTDatasetConfig or not dataset.split:
+        return
+    blend = dataset.blend
+    if blend is None:
+        paths = getattr(dataset, "data_path", None) or []
+        paths = paths.split() if isinstance(paths, str) else list(paths)
+        blend = get_blend_from_list([str(path) for path in paths]) if paths else None
+    check_split(dataset.split, blend[0] if blend else ())
 
 
 def check_vocabulary(cfg: ConfigContainer) -> None:

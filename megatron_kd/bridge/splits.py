@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether every part of a corpus that a run asks for has a document.
+"""Whether every part of a corpus that a run asks for has a document. Imports nothing of Megatron.
 
-In: a configuration. Out: nothing, or an error. Megatron gives documents to training, validation and test by
-`dataset.split`, rounded; of a part that gets none it makes epochs without end, and the run hangs without a word.
+In: `dataset.split` and corpora. Out: nothing, or an error. Megatron gives documents to training, validation and test
+by the split, rounded; of a part that gets none it makes epochs without end, and the run hangs without a word.
 """
 
+import itertools
+import re
+from collections.abc import Iterable
 from pathlib import Path
-
-from megatron.bridge.training.config import ConfigContainer, GPTDatasetConfig
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
-from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_kd.cache.corpus import count_sequences
 from megatron_kd.errors import ConfigError
@@ -20,33 +16,34 @@ from megatron_kd.errors import ConfigError
 _PARTS = ("training", "validation", "test")
 
 
-def check_splits(cfg: ConfigContainer) -> None:
+def check_split(split: str, prefixes: Iterable[str]) -> None:
     """Refuse a split that leaves a part of a corpus without a document. A corpus that is not there is left to others.
 
     Raises:
         ConfigError: names the split, the part, the corpus and its number of documents.
     """
-    if type(cfg.dataset) is not GPTDatasetConfig or not cfg.dataset.split:
-        return
-    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(cfg.dataset.split))
-    for prefix in _prefixes(cfg.dataset):
+    bounds = split_bounds(split)
+    for prefix in prefixes:
         if not Path(f"{prefix}.idx").is_file():
             continue
         count = count_sequences(prefix)
-        for part, bounds in zip(_PARTS, matrix, strict=True):
-            if bounds is not None and round(bounds[1] * count) <= round(bounds[0] * count):
+        for part, (first, last) in zip(_PARTS, itertools.pairwise(bounds), strict=True):
+            if last > first and round(last * count) <= round(first * count):
                 raise ConfigError(
-                    f"dataset.split={cfg.dataset.split} leaves the {part} part without one of the {count} documents "
-                    f"of {prefix}, and Megatron would wait for it forever. Give it a larger share, or none: "
+                    f"dataset.split={split} leaves the {part} part without one of the {count} documents of {prefix}, "
+                    "and Megatron would wait for it forever. Give it a larger share, or none: "
                     'dataset.split="100,0,0" with validation.eval_iters=0.'
                 )
 
 
-def _prefixes(dataset: GPTDatasetConfig) -> list[str]:
-    """The corpora of a blend whose parts come from `split`."""
-    if dataset.blend is not None:
-        return list(dataset.blend[0])
-    paths = getattr(dataset, "data_path", None) or []
-    paths = paths.split() if isinstance(paths, str) else list(paths)
-    blend = get_blend_from_list([str(path) for path in paths]) if paths else None
-    return list(blend[0]) if blend else []
+def split_bounds(split: str) -> list[float]:
+    """Where the three parts of "80,20,0" begin and end, as shares from 0 to 1: [0, 0.8, 1, 1].
+
+    Raises:
+        ConfigError: it has no part above 0.
+    """
+    weights = [float(word) for word in re.findall(r"[.0-9]+", split)][: len(_PARTS)]
+    weights += [0.0] * (len(_PARTS) - len(weights))
+    if not sum(weights) > 0:
+        raise ConfigError(f"dataset.split={split!r}: expected up to three shares with commas between, such as 98,2,0.")
+    return [0.0, *itertools.accumulate(weight / sum(weights) for weight in weights)]

@@ -20,8 +20,8 @@ from megatron_kd.bridge.callbacks import FinalValues, RunWatch, VocabularyCheck
 from megatron_kd.bridge.config import KDConfigContainer, UserValues, refuse_unsupported
 from megatron_kd.bridge.dataset import keyed_datasets
 from megatron_kd.bridge.online import OnlineFeed, OnlineForwardStep, Prepare
+from megatron_kd.bridge.preflight import check_splits
 from megatron_kd.bridge.settings import SYNTHETIC
-from megatron_kd.bridge.splits import check_splits
 from megatron_kd.bridge.step import KDForwardStep
 from megatron_kd.bridge.teacher_feed import CacheFeed, SyntheticFeed, TeacherFeed
 from megatron_kd.bridge.watch import LossMeter

@@ -20,6 +20,7 @@ from megatron_kd.bridge.commands import Request, add_request, check_readable, re
 from megatron_kd.compare import results
 from megatron_kd.compare.methods import METHODS, Run, is_sweep, plan
 from megatron_kd.errors import UserError
+from megatron_kd.folders import make_folder
 
 _DESCRIPTION = """\
 Train one recipe with several losses, on the same data from the same seed, and put the figures side by side: losses,
@@ -170,7 +171,7 @@ def _remember(folder: Path, settings: dict[str, Any]) -> None:
                 "--run-dir. Methods and sweeps may be added."
             )
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--run-dir")
     results.write_json(path, settings)
 
 

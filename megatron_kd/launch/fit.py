@@ -69,4 +69,5 @@ def _plain(config: Any, key: str) -> Any:
         value = OmegaConf.select(config, key, default=_UNKNOWN)
     except OmegaConfBaseException:
         return _UNKNOWN
-    return value if value is None or type(value) in (int, float, bool) else _UNKNOWN
+    plain = (str,) if key == "dataset.split" else (int, float, bool)
+    return value if value is None or type(value) in plain else _UNKNOWN

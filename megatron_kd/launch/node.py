@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_kd.bridge.settings import SYNTHETIC, put, read_arguments, read_yaml
+from megatron_kd.bridge.splits import check_split
 from megatron_kd.cache import CacheReader, Corpus
 from megatron_kd.errors import UserError
 from megatron_kd.hub import check_on_hub
 from megatron_kd.launch import machine
-from megatron_kd.launch.fit import check_fit
+from megatron_kd.launch.fit import check_fit, known_values
 from megatron_kd.launch.keys import check_keys, check_teacher_named
 
 WAIT_S = 60
@@ -80,8 +81,13 @@ def check_node(tree: dict[str, Any], run_dir: Path, *, world_size: int | None, c
 
 def check_caches(tree: dict[str, Any]) -> int:
     """The caches that are named can be opened from here. Returns their rows."""
-    caches = _texts((tree.get("kd") or {}).get("cache"))
-    return sum(CacheReader(path, wait_s=VISIBLE_S).n_rows for path in caches if path != SYNTHETIC)
+    kd = tree.get("kd") or {}
+    readers = [CacheReader(path, wait_s=VISIBLE_S) for path in _texts(kd.get("cache")) if path != SYNTHETIC]
+    top_k, temperature = kd.get("top_k"), kd.get("temperature", 1.0)
+    for reader in readers if isinstance(top_k, int | None) and isinstance(temperature, int | float) else ():
+        if not kd.get("cache_weights"):
+            reader.check_serves(top_k=top_k, temperature=temperature)
+    return sum(reader.n_rows for reader in readers)
 
 
 def check_models(tree: dict[str, Any], known: Collection[str] = ()) -> None:
@@ -116,12 +122,27 @@ def check_model(what: str, model: str) -> None:
         raise NodeError(f"{what} {model} holds no config.json. Expected a Hugging Face folder, or a hub name.")
 
 
+def check_checkpoints(tree: dict[str, Any]) -> None:
+    """Checkpoints that are named are there."""
+    for name in ("load", "pretrained_checkpoint"):
+        for path in _texts((tree.get("checkpoint") or {}).get(name)):
+            if "://" not in path and not Path(path).expanduser().exists():
+                raise NodeError(
+                    f"checkpoint.{name}={path} is a path that does not exist. Expected a Megatron checkpoint, or a "
+                    "Hugging Face folder with config.json and weights."
+                )
+
+
 def check_corpora(tree: dict[str, Any]) -> None:
-    """The corpora that are named can be opened from here."""
-    for prefix in _texts((tree.get("dataset") or {}).get("data_path")):
-        for word in prefix.split():
-            if not word.replace(".", "").isdigit():
-                Corpus(word)
+    """The corpora that are named can be opened from here, and are large enough for their parts."""
+    dataset = tree.get("dataset") or {}
+    words = [word for text in _texts(dataset.get("data_path")) for word in text.split()]
+    prefixes = [word for word in words if not word.replace(".", "").isdigit()]
+    for prefix in prefixes:
+        Corpus(prefix)
+    split = known_values(tree).get("dataset.split")
+    if split and "_target_" not in dataset:
+        check_split(split, prefixes)
 
 
 def _check_inputs(tree: dict[str, Any]) -> str:
@@ -130,6 +151,7 @@ def _check_inputs(tree: dict[str, Any]) -> str:
     check_models(tree)
     rows, caches = check_caches(tree), _texts((tree.get("kd") or {}).get("cache"))
     check_corpora(tree)
+    check_checkpoints(tree)
     return f"{len(caches)} caches with {rows:,} rows readable" if caches else "no cache named"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_kd.errors import UserError
+from megatron_kd.folders import make_folder
 from megatron_kd.report.table import format_table
 
 
@@ -45,7 +46,7 @@ class Evaluation:
         self.out, self.settings, self.versions = out, dict(settings), dict(versions)
         self.models: dict[str, dict[str, str | None]] = {}
         self.scores: list[Score] = []
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out, "--out")
         path = out / "evaluation.json"
         if not path.exists():
             return

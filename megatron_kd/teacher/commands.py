@@ -21,6 +21,7 @@ from megatron_kd.cache.manifest import load_manifest
 from megatron_kd.cache.sets import LaterUnits
 from megatron_kd.cache.store import open_store
 from megatron_kd.errors import ConfigError
+from megatron_kd.folders import check_can_make
 from megatron_kd.hub import check_on_hub
 
 _TIMEOUT_S = 14 * 24 * 3600
@@ -94,6 +95,8 @@ def merged(args: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, Any]
             raise ConfigError(f"--{name} is missing; give it on the command line, or `{name}:` in --config-file.")
     if args.sft and (args.corpus or args.continues):
         raise ConfigError("--sft takes the data of a fine-tuning run; --corpus and --continues are for pre-training.")
+    if "://" not in str(args.out):
+        check_can_make(Path(args.out), "--out")
     _check_folder(Path(args.teacher).expanduser(), args.top_k)
     for name in ("teacher", "tokenizer"):
         model = getattr(args, name)
