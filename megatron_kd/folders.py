@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders that a command is to write into, made before the work starts rather than missed after it."""
 
-import os
+import tempfile
 from pathlib import Path
 
 from megatron_kd.errors import UserError
@@ -41,6 +41,10 @@ def check_can_make(path: Path, what: str) -> None:
 def _writable(there: Path, path: Path, what: str) -> Path:
     if not there.is_dir():
         raise UserError(f"{what} {path} cannot be made: {there} is no folder.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{what} {path}: no leave to write to {there}. Name a folder that you may write to.")
-    return path
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return path
+    except OSError as error:
+        raise UserError(
+            f"{what} {path}: {there} cannot be written to: {error.strerror}. Name a folder that you may write to."
+        ) from error

@@ -119,12 +119,14 @@ def read_run(folder: Path) -> dict[str, Any]:
     steps = read_steps(history)
     if not steps:
         raise UserError(f"{history} has no step in it yet.")
+    settings = settings_of(folder / "config.yaml")
+    planned = settings.get("train", {}).get("train_iters")
     return {
         "steps": steps,
         "summary": summary_of(steps),
-        "settings": settings_of(folder / "config.yaml"),
+        "settings": settings,
         "versions": installed_versions(_VERSIONS),
-        "finished": (folder / "finished").exists(),
+        "finished": (folder / "finished").exists() or (planned is not None and steps[-1]["step"] >= planned),
     }
 
 

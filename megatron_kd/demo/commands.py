@@ -5,6 +5,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megatron_kd.folders import make_folder
+
 _DESCRIPTION = """\
 Distil a real model on this machine's CPU, from text to a table, in at most ten minutes on two cores.
 
@@ -56,6 +58,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the demo."""
+    make_folder(args.run_dir, "--run-dir")
     from megatron_kd.demo.pipeline import Settings, run_demo
 
     given = {name: getattr(args, name) for name in ("steps", "seq_length", "lr") if getattr(args, name) is not None}

@@ -19,7 +19,6 @@ from megatron_kd.demo import evaluation, models, results, training
 from megatron_kd.demo.stages import Done, Stages
 from megatron_kd.demo.text import Split, split, standard_library, text_file
 from megatron_kd.errors import UserError
-from megatron_kd.folders import make_folder
 
 CALIBRATION_TOKENS = 2048
 TRAIN, HELD_OUT = "train", "held-out"
@@ -76,7 +75,7 @@ def run_demo(settings: Settings, *, run_dir: Path, text: Path | None = None) -> 
     if text is not None and not text.is_file():
         raise UserError(f"--text {text}: expected a text file, found none there.")
     started = time.monotonic()
-    print(f"Run folder: {make_folder(run_dir, '--run-dir').absolute()}")
+    print(f"Run folder: {run_dir.absolute()}")
     stages = Stages(run_dir, total=8)
     teacher = _teacher(stages)
     corpus = _corpus(stages, settings, teacher, text)
