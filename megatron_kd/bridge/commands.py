@@ -159,9 +159,9 @@ def check_readable(
 
     Args:
         request: what was asked for.
-        inputs: caches and corpora are opened as well.
+        inputs: caches, corpora and checkpoints are looked for as well as models.
         world_size: ranks of the run; None if unknown.
-        known: names of models that need not be on the hub.
+        known: without `inputs`, names of models that need not be on the hub.
 
     Returns:
         The settings as written.
@@ -172,22 +172,15 @@ def check_readable(
         UserError: nothing usable at a path.
     """
     from megatron_kd.launch.fit import check_fit
-    from megatron_kd.launch.node import (
-        check_caches,
-        check_checkpoints,
-        check_corpora,
-        check_models,
-        settings_as_written,
-    )
+    from megatron_kd.launch.node import check_inputs, check_models, settings_as_written
 
     tree = settings_as_written(request.config_file, request.overrides, request.student, request.recipe)
     if tree.get("recipe") is None:
         raise UserError("no recipe: give --recipe NAME, or put `recipe: NAME` on top of the YAML file.")
-    check_models(tree, known)
     if inputs:
-        check_caches(tree)
-        check_corpora(tree)
-        check_checkpoints(tree)
+        check_inputs(tree)
+    else:
+        check_models(tree, known)
     check_fit(tree, world_size)
     return tree
 

@@ -69,17 +69,32 @@ def check_node(tree: dict[str, Any], run_dir: Path, *, world_size: int | None, c
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     check_fit(tree, world_size)
     try:
-        rows = _check_inputs(tree)
+        check_teacher_named(tree)
+        rows, caches = check_inputs(tree), _texts((tree.get("kd") or {}).get("cache"))
         found = {"versions": machine.versions(), "gpus": [] if cpu else _gpus()}
         folder = run_dir / "logs" / _attempt()
         _write_report(folder, node, found)
     except UserError as error:
         raise NodeError(f"node {node}: {error}") from error
     others = _compare(folder, node, found)
-    return f"node {node}: {rows}, {run_dir} writable, {len(found['gpus'])} GPUs, {others}"
+    cache = f"{len(caches)} caches with {rows:,} rows readable" if caches else "no cache named"
+    return f"node {node}: {cache}, {run_dir} writable, {len(found['gpus'])} GPUs, {others}"
 
 
-def check_caches(tree: dict[str, Any]) -> int:
+def check_inputs(tree: dict[str, Any]) -> int:
+    """Models, caches, corpora and checkpoints that are named can be read from here. Returns the caches' rows.
+
+    Raises:
+        UserError: the first that cannot.
+    """
+    check_models(tree)
+    rows = _check_caches(tree)
+    _check_corpora(tree)
+    _check_checkpoints(tree)
+    return rows
+
+
+def _check_caches(tree: dict[str, Any]) -> int:
     """The caches that are named can be opened from here. Returns their rows."""
     kd = tree.get("kd") or {}
     readers = [CacheReader(path, wait_s=VISIBLE_S) for path in _texts(kd.get("cache")) if path != SYNTHETIC]
@@ -122,10 +137,13 @@ def check_model(what: str, model: str) -> None:
         raise NodeError(f"{what} {model} holds no config.json. Expected a Hugging Face folder, or a hub name.")
 
 
-def check_checkpoints(tree: dict[str, Any]) -> None:
-    """Checkpoints that are named are there."""
+def _check_checkpoints(tree: dict[str, Any]) -> None:
+    """Checkpoints that are named are there; only what is also saved to may be empty."""
+    checkpoint = tree.get("checkpoint") or {}
     for name in ("load", "pretrained_checkpoint"):
-        for path in _texts((tree.get("checkpoint") or {}).get(name)):
+        for path in _texts(checkpoint.get(name)):
+            if name == "load" and path == checkpoint.get("save"):
+                continue
             if "://" not in path and not Path(path).expanduser().exists():
                 raise NodeError(
                     f"checkpoint.{name}={path} is a path that does not exist. Expected a Megatron checkpoint, or a "
@@ -133,7 +151,7 @@ def check_checkpoints(tree: dict[str, Any]) -> None:
                 )
 
 
-def check_corpora(tree: dict[str, Any]) -> None:
+def _check_corpora(tree: dict[str, Any]) -> None:
     """The corpora that are named can be opened from here, and are large enough for their parts."""
     dataset = tree.get("dataset") or {}
     words = [word for text in _texts(dataset.get("data_path")) for word in text.split()]
@@ -143,16 +161,6 @@ def check_corpora(tree: dict[str, Any]) -> None:
     split = known_values(tree).get("dataset.split")
     if split and "_target_" not in dataset:
         check_split(split, prefixes)
-
-
-def _check_inputs(tree: dict[str, Any]) -> str:
-    """Cache, corpus and models can be opened from here."""
-    check_teacher_named(tree)
-    check_models(tree)
-    rows, caches = check_caches(tree), _texts((tree.get("kd") or {}).get("cache"))
-    check_corpora(tree)
-    check_checkpoints(tree)
-    return f"{len(caches)} caches with {rows:,} rows readable" if caches else "no cache named"
 
 
 def _texts(value: Any) -> list[str]:
