@@ -127,6 +127,7 @@ def test_references_and_targets_that_lead_somewhere():
     )
     keys.check_keys({"recipe": OURS, "train": {"train_iters": "${oc.env:STEPS}"}, "kd": {"divergence": "a.b:c"}})
     keys.check_keys({"recipe": "mine:recipe", "model": {"of_mine": "${dataset.of_mine}"}, "kd": {"kd_weight": 0}})
+    keys.check_keys({"recipe": "mine:recipe", "dataset": {"_target_": "of_mine.Dataset"}})  # mine may allow it
     keys.check_keys({"recipe": OURS, "dataset": {"_target_": "megatron.bridge.data.builders.GPTSFTDatasetConfig"}})
 
 
