@@ -4,7 +4,8 @@
     pip install --no-deps -r requirements/nemo_run.txt        # in an environment of its own
     python slurm/by_nemo_run.py local -- train --config-file recipes/X.yaml --dry-run
     python slurm/by_nemo_run.py slurm --account A --partition P --nodes 2 --container IMAGE.sqsh --mount /data:/data \
-        --dryrun -- train --config-file recipes/X.yaml --run-dir /data/runs/first kd.cache=/data/cache
+        --dryrun -- train --config-file recipes/X.yaml --run-dir /data/runs/first --student /data/student \
+        kd.cache=/data/cache dataset.data_path=/data/corpus
 
 In: what comes after `--`, a command line of megatron-kd, and where to run it. Out: NeMo-Run's experiment, which prints
 how the task ended. With --dryrun the Slurm script is printed, nothing is submitted. A start for a script of your own:

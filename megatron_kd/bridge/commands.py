@@ -29,9 +29,11 @@ Settings come from the recipe, then --config-file, then key=value arguments; the
 
 _EXAMPLES = """\
 examples:
-  megatron-kd train --dry-run --config-file recipes/gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_32k.yaml kd.cache=/my/cache
-  srun megatron-kd train --config-file recipes/gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_32k.yaml kd.cache=/my/cache
-  megatron-kd submit recipes/gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_32k.yaml kd.cache=/my/cache
+  megatron-kd train --dry-run --config-file recipes/gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_32k.yaml
+  srun megatron-kd train --config-file recipes/gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_32k.yaml \\
+      --student /my/gpt-oss-20b kd.cache=/my/cache dataset.data_path=/my/corpus
+  megatron-kd submit recipes/gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_32k.yaml --run-dir runs/first \\
+      --student /my/gpt-oss-20b kd.cache=/my/cache dataset.data_path=/my/corpus
 """
 
 

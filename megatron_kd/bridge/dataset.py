@@ -213,7 +213,8 @@ def corpus_parts(dataset: Dataset) -> list[GPTDataset]:
         if isinstance(part, MockGPTDataset) or not isinstance(part, GPTDataset):
             raise TeacherDataError(
                 f"dataset: expected a GPT dataset on an indexed corpus, found {type(part).__name__}. A teacher cache "
-                "belongs to a corpus on disk: set dataset.blend to its prefix, or kd.cache=synthetic for a dry run."
+                "belongs to a corpus on disk: set dataset.data_path to its prefix, or kd.cache=synthetic for a dry "
+                "run."
             )
     return parts
 

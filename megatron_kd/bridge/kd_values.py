@@ -8,8 +8,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_kd.bridge.settings import SYNTHETIC
 from megatron_kd.errors import ConfigError
 
+_CORPUS = ("data_path", "blend", "blend_per_split")
+"""Settings of `dataset` that name corpora."""
 _ABOVE_0 = ("top_k", "strip_tokens", "temperature")
 _AT_LEAST_0 = ("read_ahead", "kd_weight", "ce_weight")
 
@@ -59,3 +62,22 @@ def check_teacher(kd: Mapping[str, Any]) -> None:
             "kd.cache is not set: name the folder that `megatron-kd cache build` wrote, or a teacher's folder as "
             "kd.teacher, or set `kd: null` to train with Megatron's default loss."
         )
+
+
+def check_corpus(kd: Mapping[str, Any], dataset: Mapping[str, Any]) -> None:
+    """A cache on disk comes with its corpus; without one Megatron would make up tokens.
+
+    Args:
+        kd: the section `kd`.
+        dataset: the section `dataset`, of one of Megatron's pre-training data.
+
+    Raises:
+        ConfigError: no corpus is named.
+    """
+    cache = kd.get("cache")
+    if not cache or cache == SYNTHETIC or any(dataset.get(name) for name in _CORPUS):
+        return
+    raise ConfigError(
+        f"dataset.data_path is not set, and kd.cache={cache} belongs to a corpus. Set it to the prefix of the corpus "
+        "that the cache was built from: that of its .bin and .idx files, without the ending."
+    )

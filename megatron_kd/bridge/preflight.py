@@ -48,6 +48,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_kd.bridge import layout
 from megatron_kd.bridge.finalise import check_final, finalise_preview
+from megatron_kd.bridge.kd_values import check_corpus
 from megatron_kd.bridge.overrides import UserValues
 from megatron_kd.bridge.splits import check_split
 from megatron_kd.bridge.targets import check_checkpoint
@@ -66,7 +67,7 @@ def check_before_start(cfg: ConfigContainer, user_values: UserValues, *, world_s
 
 
 def check_settings(cfg: ConfigContainer, *, world_size: int) -> None:
-    """The checks that need neither a GPU nor Transformer Engine: support, layout, paths, parts of the corpus.
+    """The checks that need neither a GPU nor Transformer Engine: support, layout, paths, the corpus and its parts.
 
     Raises:
         ConfigError: the first that fails.
@@ -75,6 +76,8 @@ def check_settings(cfg: ConfigContainer, *, world_size: int) -> None:
     layout.check_fits(known_values(cfg), world_size)
     check_vocabulary(cfg)
     check_paths(cfg)
+    if getattr(cfg, "kd", None) is not None and type(cfg.dataset) in (GPTDatasetConfig, MockGPTDatasetConfig):
+        check_corpus(vars(cfg.kd), vars(cfg.dataset))
     check_splits(cfg)
 
 

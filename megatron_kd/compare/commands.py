@@ -37,9 +37,10 @@ examples:
   megatron-kd compare --cpu-ranks 3 --run-dir cmp --recipe smollm2_135m_pretrain_3cpu_fp32_kd_config \\
       --student demo-run/student/hf kd.cache=demo-run/cache/cache dataset.data_path=demo-run/corpus/train \\
       train.train_iters=20 --assert-equal
-  megatron-kd compare --gpus 8 --run-dir cmp --config-file recipes/X.yaml kd.cache=/data/cache --teacher /models/t
+  megatron-kd compare --gpus 8 --run-dir cmp --config-file recipes/X.yaml --student /models/s --teacher /models/t \\
+      kd.cache=/data/cache dataset.data_path=/data/corpus
   megatron-kd compare ... --sweep kd.divergence=forward_kl,reverse_kl,jsd kd.top_k=20,50,100
-  megatron-kd submit recipes/X.yaml --compare kd.cache=/data/cache
+  megatron-kd submit recipes/X.yaml --compare --student /models/s kd.cache=/data/cache dataset.data_path=/data/corpus
 """
 
 _VERSIONS = ("megatron-kd", "torch", "megatron-core", "megatron-bridge", "transformer-engine", "nvidia-modelopt")

@@ -17,7 +17,7 @@ What can be checked here in a second is checked first. key=value arguments, and 
 _SUBMIT_EXAMPLES = """\
 examples:
   megatron-kd submit recipes/gpt_oss_20b_pretrain_16gpu_h200_bf16_kd_128k.yaml --nodes 2 --time 8:00:00 \\
-      --run-dir runs/first kd.cache=/data/cache dataset.data_path=/data/corpus
+      --run-dir runs/first --student /models/student kd.cache=/data/cache dataset.data_path=/data/corpus
   megatron-kd submit recipes/gpt_oss_120b_cache_8gpu_h200.yaml --array 0-7 --corpus /data/corpus --out /data/cache
   megatron-kd submit recipes/X.yaml --container /images/nemo.sqsh --mount /data:/data --sbatch=--qos=high --print
 
@@ -180,13 +180,14 @@ def _check_run(
 ) -> None:
     """What needs neither Megatron nor the nodes."""
     from megatron_kd.launch.fit import check_fit
-    from megatron_kd.launch.keys import check_teacher_named
+    from megatron_kd.launch.keys import check_corpus_named, check_teacher_named
     from megatron_kd.launch.node import settings_as_written
 
     tree = settings_as_written(config_file, settings, student)
     if "recipe" not in tree and not any(word.startswith("--recipe") for word in further):
         raise UserError(f"{config_file} names no recipe. Put `recipe: NAME` on top of it, or add -- --recipe NAME.")
     check_fit(tree, ranks)
+    check_corpus_named(tree)
     if not compares:
         check_teacher_named(tree)
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_kd.bridge.kd_values import check_bounds, check_teacher, check_together
+from megatron_kd.bridge.kd_values import check_bounds, check_corpus, check_teacher, check_together
 from megatron_kd.bridge.settings import unknown_recipe
 from megatron_kd.errors import ConfigError
 from megatron_kd.versions import installed_versions
@@ -174,6 +174,18 @@ def check_teacher_named(tree: Mapping[str, Any]) -> None:
     kd = tree.get("kd", {})
     if _has_default_kd(tree) and kd is not None:
         check_teacher(kd)
+
+
+def check_corpus_named(tree: Mapping[str, Any]) -> None:
+    """A cache comes with its corpus, if the recipe is known to name none itself and to read one: ours do, and `hf:`.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    name, kd, dataset = tree.get("recipe"), tree.get("kd") or {}, tree.get("dataset") or {}
+    ours = isinstance(name, str) and (name.startswith("hf:") or name in _listed()["recipes"])
+    if ours and "_target_" not in dataset:
+        check_corpus(kd, dataset)
 
 
 def _has_default_kd(tree: Mapping[str, Any]) -> bool:

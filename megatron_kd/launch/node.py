@@ -23,7 +23,7 @@ from megatron_kd.errors import UserError
 from megatron_kd.hub import check_on_hub
 from megatron_kd.launch import machine
 from megatron_kd.launch.fit import check_fit, known_values
-from megatron_kd.launch.keys import check_keys, check_teacher_named
+from megatron_kd.launch.keys import check_corpus_named, check_keys, check_teacher_named
 
 WAIT_S = 60
 CLOCK_SKEW_S = 5
@@ -89,6 +89,7 @@ def check_inputs(tree: dict[str, Any]) -> int:
     """
     check_models(tree)
     rows = _check_caches(tree)
+    check_corpus_named(tree)
     _check_corpora(tree)
     _check_checkpoints(tree)
     return rows

@@ -284,6 +284,7 @@ MISFITS = {
     ("kd.kd_weight=nan",): (8, ["kd.kd_weight", "nan"]),
     ("kd.top_k=0",): (8, ["kd.top_k must be a finite number, above 0"]),
     ("kd.cache=null",): (8, ["kd.cache is not set", "kd: null"]),
+    ("dataset.data_path=null",): (8, ["dataset.data_path is not set", "kd.cache=/cache belongs to a corpus"]),
     ("kd.divergence=forward_lk",): (
         8,
         ["kd.divergence: expected", "found 'forward_lk'. Did you mean 'forward_kl'", "package.module:function"],
@@ -323,7 +324,8 @@ def in_rank_checks() -> dict:
         cfg.kd = None
         refuse_unsupported(cfg)  # without distillation everything is Bridge's own affair
     for wrong, (world_size, _) in MISFITS.items():
-        cfg, values = load(CACHE, *wrong)
+        corpus = [] if any(word.startswith("dataset={") for word in wrong) else ["dataset.data_path=/data/x"]
+        cfg, values = load(CACHE, *corpus, *wrong)
         dryrun.prepare_model(cfg.model)  # only Transformer Engine's kernels; they cannot be validated without it
         with pytest.raises(ConfigError) as refused:
             check_before_start(cfg, values, world_size=world_size)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_kd import dryrun
+from tests.cli.hub_cache import put_model
 
 ROOT = Path(__file__).parent.parent.parent
 GPT_OSS = "gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config"
@@ -303,10 +304,15 @@ def test_every_yaml_recipe_trains_shrunk(loaded):
 
 
 @pytest.mark.parametrize("path", CACHES, ids=os.path.basename)
-def test_cache_recipes_are_options_of_cache_build(path: Path):
+def test_cache_recipes_are_options_of_cache_build(path: Path, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
     from megatron_kd.cli import build_parser
     from megatron_kd.teacher.commands import merged
 
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in PARAMETERS:
+        put_model(tmp_path, name)
     words = ["cache", "build", "--config-file", str(path), "--corpus", "/corpus", "--out", "/out"]
     args, rest = build_parser().parse_known_args(words)
     args.overrides, args.argv = rest, words

@@ -44,6 +44,7 @@ def test_what_is_there_is_taken(place, tmp_path):
         ({"kd": {"temperature": 2.0}}, ["temperature 2.0", "serves [1.0]"]),
         ({"kd": {"cache": None, "teacher": "/no/teacher"}}, ["kd.teacher /no/teacher holds no config.json"]),
         ({"dataset": {"data_path": "/no/corpus"}}, ["/no/corpus.idx does not exist"]),
+        ({"dataset": {"data_path": None}}, ["dataset.data_path is not set", "belongs to a corpus"]),
         ({"dataset": {"split": "9999,8,2"}}, ["leaves the validation part without one of the 5 documents"]),
         ({"checkpoint": {"load": "/no/ckpt"}}, ["checkpoint.load=/no/ckpt is a path that does not exist"]),
         ({"checkpoint": {"pretrained_checkpoint": "/no/ckpt"}}, ["checkpoint.pretrained_checkpoint=/no/ckpt"]),

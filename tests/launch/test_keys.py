@@ -137,3 +137,19 @@ def test_a_teacher_is_asked_for_where_the_recipe_has_none():
             keys.check_teacher_named(tree)
     for tree in ({"recipe": OURS, "kd": None}, {"recipe": OURS, "kd": {"teacher": "x"}}, {"recipe": "mine:recipe"}):
         keys.check_teacher_named(tree)
+
+
+def test_a_cache_comes_with_its_corpus():
+    cache = {"recipe": OURS, "kd": {"cache": "/k"}}
+    for tree in (cache, {**cache, "recipe": "hf:/x", "dataset": {"split": "1,0,0"}}):
+        with pytest.raises(ConfigError, match=r"dataset\.data_path is not set, and kd\.cache=/k belongs to a corpus"):
+            keys.check_corpus_named(tree)
+    for further in (
+        {"dataset": {"data_path": "/c"}},
+        {"dataset": {"blend": [["/c"], None]}},
+        {"dataset": {"_target_": "megatron.bridge.data.builders.GPTSFTDatasetConfig"}},
+        {"kd": {"cache": "synthetic"}},
+        {"kd": None},
+        {"recipe": "mine:recipe"},  # which may name one itself
+    ):
+        keys.check_corpus_named({**cache, **further})

@@ -14,6 +14,7 @@ from megatron_kd.cli import main
 ROOT = Path(__file__).parent.parent.parent
 TWO_NODES = ROOT / "recipes" / "gpt_oss_20b_pretrain_16gpu_h200_bf16_kd_128k.yaml"
 CACHE = ROOT / "recipes" / "gpt_oss_120b_cache_8gpu_h200.yaml"
+DATA = ["kd.cache=/k", "dataset.data_path=/c"]
 
 
 def call(*argv: object) -> int:
@@ -41,6 +42,7 @@ def test_what_is_printed_is_what_is_submitted(sbatch, capsys):
     run_dir = sbatch / "a run"
     asked = [TWO_NODES, "--time", "8:00:00", "--run-dir", run_dir, "--container", "nemo.sqsh", "--mount", "/d:/d"]
     asked += ["--srun=--mpi=pmix", "--sbatch=--qos=high", "--grace", 600, "kd.cache=/a b", "kd.cache_weights=[1,2]"]
+    asked += ["dataset.data_path=/c"]
     assert call("submit", *asked, "--print") == 0
     mkdir, command = capsys.readouterr().out.splitlines()
     assert shlex.split(mkdir) == ["mkdir", "-p", f"{run_dir}/logs"] and not run_dir.exists()
@@ -56,12 +58,12 @@ def test_what_is_printed_is_what_is_submitted(sbatch, capsys):
 
 
 def test_a_comparison_goes_to_its_own_script_and_folder(capsys):
-    assert call("submit", TWO_NODES, "--compare", "--print", "kd.cache=/k", "--", "--sweep", "kd.top_k=20,50") == 0
+    assert call("submit", TWO_NODES, "--compare", "--print", *DATA, "--", "--sweep", "kd.top_k=20,50") == 0
     words = shlex.split(capsys.readouterr().out)
     script = words.index(str(ROOT / "slurm" / "compare.sbatch"))
     run_dir = f"{Path('runs').absolute()}/{TWO_NODES.stem}-compare"
     assert words[script + 1 :] == [
-        "--config-file", str(TWO_NODES), "--run-dir", run_dir, "--sweep", "kd.top_k=20,50", "kd.cache=/k",
+        "--config-file", str(TWO_NODES), "--run-dir", run_dir, "--sweep", "kd.top_k=20,50", *DATA,
     ]  # fmt: skip
     assert call("submit", CACHE, "--compare", "--out", "/k", "--print") == 2
     assert "this recipe builds a cache" in capsys.readouterr().err
@@ -83,7 +85,7 @@ def test_a_cache_goes_to_the_caches_script(capsys, tmp_path):
         ([TWO_NODES, "--nodes", "two"], ["argument --nodes: invalid int value: 'two'"]),
         ([TWO_NODES, "--nodes", -1], ["--nodes -1", "expected at least 1"]),
         ([TWO_NODES, "kd.cache"], ["argument 'kd.cache' is not key=value"]),
-        ([TWO_NODES, "--mount", "/d:/d", "kd.cache=/k"], ["--mount is for a container; add --container IMAGE"]),
+        ([TWO_NODES, "--mount", "/d:/d", *DATA], ["--mount is for a container; add --container IMAGE"]),
         ([TWO_NODES, "--out", "/d"], ["--out is for a cache"]),
         ([TWO_NODES, "logger.comet_api_key=abc"], ["logger.comet_api_key=... is a secret", "Export"]),
         ([TWO_NODES, "env_vars.HF_TOKEN=abc"], ["env_vars.HF_TOKEN=... is a secret"]),
@@ -102,7 +104,8 @@ def test_a_cache_goes_to_the_caches_script(capsys, tmp_path):
         ([CACHE, "--run-dir", "/r", "--out", "/o"], ["--run-dir is for a run"]),
         (["/no/recipe.yaml"], ["/no/recipe.yaml cannot be read"]),
         ([ROOT / "requirements" / "dev.txt"], ["dev.txt"]),
-        ([TWO_NODES, "kd.cache=/k"], ["there is no sbatch here", "--print"]),
+        ([TWO_NODES, "kd.cache=/k"], ["dataset.data_path is not set", "kd.cache=/k belongs to a corpus"]),
+        ([TWO_NODES, *DATA], ["there is no sbatch here", "--print"]),
     ],
     ids=str,
 )
