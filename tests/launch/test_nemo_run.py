@@ -35,8 +35,10 @@ def by_nemo_run(tmp_path_factory):
 
 def test_the_local_executor_runs_the_command_and_tells_its_end(by_nemo_run, tmp_path):
     local = ["local", "--command", Path(sys.prefix) / "bin/megatron-kd", "--", "train", "--check-only", "--cpu"]
-    status, said = by_nemo_run(*local, "--recipe", RECIPE, "--run-dir", tmp_path / "run")
+    status, said = by_nemo_run(*local, "--recipe", RECIPE, "--run-dir", tmp_path / "run", "kd=null")
     assert status == 0 and "no cache named" in said and "finished: SUCCEEDED" in said, said
+    _, said = by_nemo_run(*local, "--recipe", RECIPE, "--run-dir", tmp_path / "run")
+    assert "kd.cache is not set" in said and "finished: FAILED" in said, said
     _, said = by_nemo_run(*local, "--recipe", RECIPE + "s")
     assert f"unknown recipe '{RECIPE}s'" in said and "finished: FAILED" in said, said
 
