@@ -11,7 +11,7 @@ from typing import Any
 from megatron_kd.bridge.settings import SYNTHETIC
 from megatron_kd.errors import ConfigError
 
-_CORPUS = ("data_path", "blend", "blend_per_split")
+CORPUS = ("data_path", "blend", "blend_per_split")
 """Settings of `dataset` that name corpora."""
 _ABOVE_0 = ("top_k", "strip_tokens", "temperature")
 _AT_LEAST_0 = ("read_ahead", "kd_weight", "ce_weight")
@@ -75,7 +75,7 @@ def check_corpus(kd: Mapping[str, Any], dataset: Mapping[str, Any]) -> None:
         ConfigError: no corpus is named.
     """
     cache = kd.get("cache")
-    if not cache or cache == SYNTHETIC or any(dataset.get(name) for name in _CORPUS):
+    if not cache or cache == SYNTHETIC or any(dataset.get(name) for name in CORPUS):
         return
     raise ConfigError(
         f"dataset.data_path is not set, and kd.cache={cache} belongs to a corpus. Set it to the prefix of the corpus "

@@ -12,6 +12,7 @@ from megatron.training.config.yaml_utils import safe_yaml_representers
 from megatron_kd import dryrun
 from megatron_kd.bridge.commands import Request
 from megatron_kd.bridge.config import KDConfigContainer, check_final, finalise_preview, load_config
+from megatron_kd.bridge.kd_values import CORPUS
 from megatron_kd.bridge.online import teacher_provider
 from megatron_kd.bridge.preflight import check_layout, check_settings, smallest_world_size
 from megatron_kd.bridge.settings import SYNTHETIC
@@ -64,18 +65,32 @@ def _shrunk(request: Request, ranks: int | None) -> tuple[KDConfigContainer, lis
 def without_cache(cfg: KDConfigContainer) -> list[dryrun.Change]:
     """Teacher rows that are made up, over the model's own vocabulary: any corpus will do with them.
 
-    A teacher that would run beside the student is one of the student's own architecture, with random weights.
+    A teacher that would run beside the student is one of the student's own architecture, with random weights. A run
+    that has yet to be given a cache may have yet to be given its corpus: then the documents are made up too.
     """
     if cfg.kd is None:
         return []
+    changes = _without_corpus(cfg) if not (cfg.kd.cache or cfg.kd.teacher) else []
     name = "teacher" if cfg.kd.teacher else "cache"
     why = "made-up teacher rows fit the shrunk model"
-    changes = [dryrun.Change(f"kd.{name}", getattr(cfg.kd, name), SYNTHETIC, why)]
+    changes.append(dryrun.Change(f"kd.{name}", getattr(cfg.kd, name), SYNTHETIC, why))
     setattr(cfg.kd, name, SYNTHETIC)
     if cfg.tokenizer.use_tokenizer_vocab_size:
         changes.append(dryrun.Change("tokenizer.use_tokenizer_vocab_size", True, False, "the rows fit the model's"))
         cfg.tokenizer.use_tokenizer_vocab_size = False
     return changes
+
+
+def _without_corpus(cfg: KDConfigContainer) -> list[dryrun.Change]:
+    """Without a corpus Bridge makes documents up, and divides them evenly."""
+    dataset, even = cfg.dataset, "1,1,1"
+    if any(getattr(dataset, name, None) for name in CORPUS) or getattr(dataset, "split", None) in (None, even):
+        return []
+    change = dryrun.Change(
+        "dataset.split", dataset.split, even, "no corpus is named, and made-up documents are divided so"
+    )
+    dataset.split = even
+    return [change]
 
 
 class _Steps(Callback):
