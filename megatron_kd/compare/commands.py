@@ -36,7 +36,7 @@ examples:
   megatron-kd compare --dry-run --recipe gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config
   megatron-kd compare --cpu-ranks 3 --run-dir cmp --recipe smollm2_135m_pretrain_3cpu_fp32_kd_config \\
       --student demo-run/student/hf kd.cache=demo-run/cache/cache dataset.data_path=demo-run/corpus/train \\
-      train.train_iters=20 --assert-equal
+      'dataset.split="75,25,0"' validation.eval_iters=2 train.train_iters=20 --assert-equal
   megatron-kd compare --gpus 8 --run-dir cmp --config-file recipes/X.yaml --student /models/s --teacher /models/t \\
       kd.cache=/data/cache dataset.data_path=/data/corpus
   megatron-kd compare ... --sweep kd.divergence=forward_kl,reverse_kl,jsd kd.top_k=20,50,100
