@@ -117,10 +117,10 @@ trap 'kd_say "${0##*/} broke at line $LINENO: $BASH_COMMAND"' ERR
 
 kd_interrupted="" kd_time_is_up="" kd_cancelled=""
 trap 'kd_interrupted=1 kd_time_is_up=1; kd_say "the time limit is near"; kd_terminate' USR1
-trap 'kd_interrupted=1 kd_cancelled=1' TERM
+trap 'kd_interrupted=1 kd_cancelled=1; kd_terminate --quiet' TERM # of scancel the tasks have it already
 
-kd_terminate() { # SIGTERM to the tasks of every running step, none to this script
-    scancel --signal=TERM "$SLURM_JOB_ID" || true
+kd_terminate() { # [OPTION OF SCANCEL]: SIGTERM to the tasks of every running step, none to this script
+    scancel "$@" --signal=TERM "$SLURM_JOB_ID" || true
 }
 
 kd_run() { # COMMAND...: its exit status. Traps run meanwhile; each ends one `wait`, not the command.

@@ -43,7 +43,7 @@ SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=1
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
-KillWait=5
+KillWait=30
 MailProg=/bin/true
 GresTypes=gpu
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=4000 Gres=gpu:{gpus}

@@ -14,6 +14,7 @@ from tests.slurm.jobs import ROOT, Job, log_text
 
 pytestmark = pytest.mark.slurm
 RECIPE = "gpt_oss_20b_pretrain_8gpu_h200_bf16_kd_config"
+SPLIT_BY_TWO = ["--recipe", RECIPE, "model.tensor_model_parallel_size=2", "model.expert_model_parallel_size=2"]
 ONE_NODE = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--time=60"]
 
 COUNTER = """\
@@ -78,6 +79,19 @@ def test_a_cancelled_job_keeps_its_checkpoint_and_stays_cancelled(cluster, count
     assert job.restarts == 0
 
 
+def test_a_job_can_be_cancelled_without_hurry(counter, tmp_path):
+    """A signal to the script alone: its tasks save as long as they need, and nothing is requeued."""
+    run_dir = tmp_path / "run"
+    job = counter("--run-dir", run_dir, "until=1000")
+    wait_for((run_dir / "checkpoints").exists, 30, "a running step", lambda: log_text(run_dir / "logs"))
+    time.sleep(2)
+    job.cluster.run("scancel", "--batch", "--signal=TERM", job.id)
+    job.wait("FAILED", timeout_s=30, logs=run_dir / "logs")
+    assert job.facts["ExitCode"] == "143:0" and job.restarts == 0
+    assert "The same command goes on from there" in log_text(run_dir / "logs")
+    assert int((run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()) > 0
+
+
 def test_a_crash_without_a_new_checkpoint_is_not_tried_again(counter, tmp_path):
     run_dir = tmp_path / "run"
     job = counter("--run-dir", run_dir, "until=1000", COUNTER_KILLS_ITSELF="1")
@@ -101,9 +115,12 @@ MISTAKES = {
     "no YAML": (["--config-file", "/no/run.yaml"], ["/no/run.yaml cannot be read"]),
     "no recipe": (["kd.cache=/x"], ["no recipe: give --recipe NAME"]),
     "unknown recipe": (["--recipe", RECIPE.replace("h200", "h20")], ["unknown recipe", f"Did you mean {RECIPE}"]),
-    "no cache": (["--recipe", RECIPE, "kd.cache=/no/cache"], ["node n", "/no/cache"]),
-    "no corpus": (["--recipe", RECIPE, "dataset.data_path=/no/corpus"], ["node n", "/no/corpus"]),
-    "no student": (["--recipe", RECIPE, "--student", "/no/student"], ["node n", "/no/student holds no config.json"]),
+    "no cache": ([*SPLIT_BY_TWO, "kd.cache=/no/cache"], ["node n", "/no/cache is not a teacher cache"]),
+    "no corpus": (
+        [*SPLIT_BY_TWO, "kd=null", "dataset.data_path=/no/corpus"],
+        ["node n", "/no/corpus.idx does not exist"],
+    ),
+    "no student": ([*SPLIT_BY_TWO, "kd=null", "--student", "/no/student"], ["node n", "student /no/student holds no config.json"]),
     "ranks": (
         ["--recipe", RECIPE, "model.tensor_model_parallel_size=4"],
         ["2 ranks do not split into TP=4", "--nodes"],
@@ -138,7 +155,7 @@ def test_nodes_that_differ_are_named(cluster, tmp_path):
     command.chmod(0o755)
     run_dir = tmp_path / "run"
     options = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1"]
-    arguments = ["--run-dir", run_dir, "--recipe", RECIPE]
+    arguments = ["--run-dir", run_dir, *SPLIT_BY_TWO, "kd=null"]
     job = Job(cluster, "train.sbatch", options, arguments, MEGATRON_KD_COMMAND=str(command))
     job.wait("FAILED", timeout_s=60, logs=run_dir / "logs")
     assert "versions differ" in log_text(run_dir / "logs") and "node n2 has numpy 0.0.1" in log_text(run_dir / "logs")
