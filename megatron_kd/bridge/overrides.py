@@ -54,6 +54,19 @@ class UserValues:
         return iter(self._values.values())
 
 
+class _Reference(NamedTuple):
+    """A value with `${...}` in it, set when all else is; and what later layers set inside, if it is an object."""
+
+    value: Any
+    source: str
+    inside: list[Settings]
+
+    @property
+    def is_object(self) -> bool:
+        """Whether it has a `_target_`."""
+        return isinstance(self.value, Mapping)
+
+
 def apply_settings(root: Any, layers: Sequence[Settings]) -> UserValues:
     """Puts each layer onto the tree `root`; then `${key}` and `${oc.env:NAME}`, which see the values of all layers.
 
@@ -61,16 +74,24 @@ def apply_settings(root: Any, layers: Sequence[Settings]) -> UserValues:
         ConfigError: an unknown key, a wrong type, a `_target_` that must not be built, a reference that leads nowhere.
     """
     values = UserValues()
-    references: dict[Key, tuple[Any, str]] = {}
+    references: dict[Key, _Reference] = {}
     for layer in layers:
         plain, found = split_references(layer.tree)
-        references = {key: reference for key, reference in references.items() if not _covers(plain, key)}
-        references |= {key: (text, layer.source(key)) for key, text in found.items()}
+        for key, reference in list(references.items()):
+            part = _take(plain, key) if reference.is_object else None
+            if part is not None:
+                reference.inside.append(Settings(_nested(key, part), layer.sources))
+            elif _covers(plain, key) or any(key[: len(new)] == new for new in found):
+                del references[key]
+        references |= {key: _Reference(value, layer.source(key), []) for key, value in found.items()}
         _Applier(root, layer, values).section(root, plain, ())
-    for key, (_, source) in references.items():
-        tree: dict[str, Any] = {}
-        put(tree, key, _resolve(root, references, key, source))
-        _Applier(root, Settings(tree, {key: source}), values).section(root, tree, ())
+    for key in sorted(references, key=lambda key: not references[key].is_object):
+        reference = references[key]
+        value = _resolve(root, references, key)
+        for settings in (Settings(_nested(key, value), {key: reference.source}), *reference.inside):
+            _Applier(root, settings, values).section(root, settings.tree, ())
+        if reference.is_object:
+            del references[key]  # what is asked of it is answered by the object itself from now on
     return values
 
 
@@ -197,6 +218,25 @@ def _unknown(root: Any, key: Key, hints: Mapping[str, Any]) -> str:
     return f"{text} Did you mean {' or '.join(candidates[:4])}?{more}"
 
 
+def _nested(key: Key, value: Any) -> dict[str, Any]:
+    """The tree that sets one key alone."""
+    tree: dict[str, Any] = {}
+    put(tree, key, value)
+    return tree
+
+
+def _take(tree: dict[str, Any], key: Key) -> dict[str, Any] | None:
+    """Takes the settings below the key out of a tree; None if there are none, or an object that replaces all."""
+    for name in key[:-1]:
+        tree = tree.get(name)
+        if not isinstance(tree, dict):
+            return None
+    part = tree.get(key[-1])
+    if not isinstance(part, dict) or "_target_" in part:
+        return None
+    return tree.pop(key[-1])
+
+
 def _covers(tree: Mapping[str, Any], key: Key) -> bool:
     """Whether a tree of values sets the key, or replaces a section above it."""
     for name in key:
@@ -208,16 +248,16 @@ def _covers(tree: Mapping[str, Any], key: Key) -> bool:
     return True
 
 
-def _resolve(root: Any, references: Mapping[Key, tuple[Any, str]], key: Key, source: str) -> Any:
+def _resolve(root: Any, references: Mapping[Key, _Reference], key: Key) -> Any:
     """A value with `${...}` inside, resolved by OmegaConf against the configuration as it stands."""
-    tree = _plain(root)
-    for known, (text, _) in references.items():
-        put(tree, known, text)
+    tree, own = _plain(root), references[key]
+    for known, reference in references.items():
+        put(tree, known, reference.value)
     try:
         resolved = OmegaConf.select(OmegaConf.create(tree), dotted(key))
         return OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{source}: {dotted(key)}={references[key][0]!r} cannot be resolved: {error}") from error
+        raise ConfigError(f"{own.source}: {dotted(key)}={own.value!r} cannot be resolved: {error}") from error
 
 
 def _plain(node: Any) -> dict[str, Any]:

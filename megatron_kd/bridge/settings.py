@@ -42,12 +42,12 @@ def dotted(key: Key) -> str:
 
 
 def put(tree: dict[str, Any], key: Key, value: Any) -> None:
-    """Sets one key of a nested tree; a mapping joins the mapping that is there."""
+    """Sets one key of a nested tree; a mapping joins the mapping that is there, unless it has a `_target_`."""
     for name in key[:-1]:
         if not isinstance(tree.get(name), dict):
             tree[name] = {}
         tree = tree[name]
-    if isinstance(value, dict) and isinstance(tree.get(key[-1]), dict):
+    if isinstance(value, dict) and "_target_" not in value and isinstance(tree.get(key[-1]), dict):
         for name, item in value.items():
             put(tree[key[-1]], (str(name),), item)
     else:

@@ -104,6 +104,33 @@ def test_values_become_what_the_field_holds(tmp_path: Path):
     assert got["sources"]["mixed_precision.grad_reduce_in_fp32"] == f"{yaml}:5"
 
 
+def in_rank_replaced_section(folder: Path) -> list:
+    from megatron_kd.errors import ConfigError
+
+    yaml = f"""\
+model: {{seq_length: 128}}
+dataset: {{_target_: {SFT}, dataset_root: "/data/${{model.seq_length}}", seq_length: "${{model.seq_length}}", seed: 5}}
+"""
+    cfg, values = load("model.seq_length=256", "dataset.num_workers=3", "dataset.seed=6", yaml=yaml, folder=folder)
+    with pytest.raises(ConfigError, match="argument 'dataset.num_wrokers=3': unknown key .* dataset.num_workers"):
+        load("dataset.num_wrokers=3", yaml=yaml, folder=folder)
+    other, _ = load(f"dataset={{_target_: {SFT}, seq_length: 64}}", yaml=yaml, folder=folder)
+    dataset, said = cfg.dataset, {value.key: value.source for value in values}
+    return [
+        (type(dataset).__name__, dataset.dataset_root, dataset.seq_length, dataset.seed, dataset.num_workers),
+        (said["dataset.seed"], "dataset.dataset_root" in said),
+        (other.dataset.seq_length, other.dataset.dataset_root),
+    ]
+
+
+def test_an_object_with_references_replaces_the_recipes_and_takes_later_settings(tmp_path: Path):
+    """Nothing of the recipe's own dataset, of another kind, is left in it."""
+    replaced, said, other = run(in_rank_replaced_section, tmp_path)
+    assert replaced == ("GPTSFTDatasetConfig", "/data/256", 256, 6, 3)
+    assert said == ("argument 'dataset.seed=6'", False)
+    assert other == (64, None)
+
+
 def in_rank_round_trip(folder: Path) -> None:
     from megatron_kd.bridge.config import KDConfig, KDConfigContainer
 

@@ -120,7 +120,10 @@ MISTAKES = {
         [*SPLIT_BY_TWO, "kd=null", "dataset.data_path=/no/corpus"],
         ["node n", "/no/corpus.idx does not exist"],
     ),
-    "no student": ([*SPLIT_BY_TWO, "kd=null", "--student", "/no/student"], ["node n", "student /no/student holds no config.json"]),
+    "no student": (
+        [*SPLIT_BY_TWO, "kd=null", "--student", "/no/student"],
+        ["node n", "student /no/student holds no config.json"],
+    ),
     "ranks": (
         ["--recipe", RECIPE, "model.tensor_model_parallel_size=4"],
         ["2 ranks do not split into TP=4", "--nodes"],
