@@ -40,6 +40,7 @@ examples:
   megatron-kd compare --gpus 8 --run-dir cmp --config-file recipes/X.yaml --student /models/s --teacher /models/t \\
       kd.cache=/data/cache dataset.data_path=/data/corpus
   megatron-kd compare ... --sweep kd.divergence=forward_kl,reverse_kl,jsd kd.top_k=20,50,100
+  megatron-kd compare ... --methods megatron,fused --sweep dataset.enable_offline_packing=false,true
   megatron-kd submit recipes/X.yaml --compare --student /models/s kd.cache=/data/cache dataset.data_path=/data/corpus
 """
 

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_kd.errors import ConfigError
 
 CACHE, TEACHER = "kd.cache=FOLDER", "--teacher FOLDER"
+_PACKING = "dataset.enable_offline_packing"
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def plan(
 
     Args:
         names: of METHODS; None: all, or with a sweep `fused` alone.
-        sweep: arguments such as `kd.top_k=20,50`, of which is_sweep is true; every combination is run.
+        sweep: arguments such as `kd.top_k=20,50`, of which is_sweep is true; every combination is run. Without
+            distillation only that of the settings outside `kd`.
         has_cache: whether the recipe or the user names a cache.
         teacher: the teacher's folder or hub name.
 
@@ -110,11 +112,16 @@ def plan(
             left_out[name] = f"needs {method.package}, which is not installed"
         else:
             own = (*method.overrides, f"kd.teacher={teacher}") if name == "online" else method.overrides
-            if "kd=null" in own:
-                runs.append(Run(name, (), own))
-            else:
-                runs += [Run(name, swept, (*own, *swept)) for swept in itertools.product(*axes)]
+            # To a run without distillation the settings of `kd` make no difference.
+            own_axes = [axis for axis in axes if "kd=null" not in own or not axis[0].startswith("kd.")]
+            runs += [Run(name, swept, (*own, *_implied(swept), *swept)) for swept in itertools.product(*own_axes)]
     return runs, left_out
+
+
+def _implied(swept: Sequence[str]) -> list[str]:
+    """Bridge refuses what describes offline packing where that is off."""
+    off = {f"{_PACKING}=false", f"{_PACKING}=False"}
+    return ["dataset.offline_packing_specs=null"] if off.intersection(swept) else []
 
 
 def is_sweep(argument: str) -> bool:

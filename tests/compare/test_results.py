@@ -24,7 +24,7 @@ def test_what_cannot_be_had_is_left_out_and_named():
     assert runs[1].overrides == ("kd.cache=null", "kd.teacher=/t")
 
 
-def test_a_sweep_is_every_combination_of_every_method_that_distils():
+def test_a_sweep_of_kd_is_every_combination_of_every_method_that_distils():
     sweep = ["kd.divergence=forward_kl,jsd", "kd.top_k=20,50"]
     runs, _ = plan(None, sweep, has_cache=True, teacher=None)
     assert [run.name for run in runs] == [
@@ -34,6 +34,14 @@ def test_a_sweep_is_every_combination_of_every_method_that_distils():
     runs, _ = plan(["megatron", "dense"], ["kd.top_k=20,50"], has_cache=True, teacher=None)
     assert [run.name for run in runs] == ["megatron", "dense kd.top_k=20", "dense kd.top_k=50"]
     assert runs[1].overrides == ("kd.loss=dense", "kd.top_k=20")
+
+
+def test_a_sweep_over_packing_is_of_every_method_and_needs_no_second_setting():
+    packing = "dataset.enable_offline_packing"
+    runs, _ = plan(["megatron", "fused"], [f"{packing}=false,true", "kd.top_k=20,50"], has_cache=True, teacher=None)
+    assert [run.swept for run in runs[:2]] == [(f"{packing}=False",), (f"{packing}=True",)] and len(runs) == 6
+    for run in runs:
+        assert ("dataset.offline_packing_specs=null" in run.overrides) == (f"{packing}=False" in run.swept)
 
 
 def test_what_is_no_method_or_no_sweep_is_refused():
